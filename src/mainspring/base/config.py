@@ -1,0 +1,235 @@
+"""Settings: what was typed, what the model says, what the engine will do. Three types and one function.
+
+`EngineArgs` is what a user gives, under vLLM's names; None means "choose for me". `ModelFacts` is what the front end
+read from the model's file. `resolve` makes of both the frozen `EngineConfig`, reports everything that is wrong at once,
+and records the reason of every automatic choice in `EngineConfig.reasons`. What is only known after measuring (free
+memory, the number of blocks) is a result of `engine/build.py`, never a setting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import msgspec
+
+from mainspring.base.errors import ConfigError
+
+AUTO_MAX_MODEL_LEN = -1
+NOT_YET = {
+    "tensor_parallel_size": "Many workers",
+    "pipeline_parallel_size": "Many workers",
+    "data_parallel_size": "Many workers",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineArgs:
+    """Everything an engine can be told. Each field's `metadata["help"]` is the flag's help text."""
+
+    model: str = field(default="smollm2-135m", metadata={"help": "catalogue name or path of a GGUF file"})
+    served_model_name: str | None = field(default=None, metadata={"help": "name to show to clients"})
+    load_format: Literal["auto", "gguf", "dummy"] = field(
+        default="auto", metadata={"help": "auto: by the file; dummy: random weights of the model's shape"}
+    )
+    dtype: Literal["auto", "float32"] = field(
+        default="auto", metadata={"help": "type of activations and KV; the numpy kernels compute in float32"}
+    )
+    kernels: Literal["auto", "native", "numpy"] = field(
+        default="auto", metadata={"help": "auto: native where installed, else numpy"}
+    )
+    num_threads: int | None = field(default=None, metadata={"help": "threads of the kernels; default: all cores allowed"})
+    seed: int = field(default=0, metadata={"help": "where seeds of requests without one are drawn from"})
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "longest prompt + output; default: the model's; -1 or auto: what fits in memory"}
+    )
+    max_num_seqs: int | None = field(default=None, metadata={"help": "requests running at once"})
+    max_num_batched_tokens: int | None = field(default=None, metadata={"help": "tokens computed in a step"})
+    enable_chunked_prefill: bool = field(default=True, metadata={"help": "split prompts over steps"})
+    long_prefill_token_threshold: int = field(
+        default=0, metadata={"help": "most tokens of one prompt in a step while others are there; 0: no limit"}
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = field(default="fcfs", metadata={"help": "who is served first"})
+    async_scheduling: bool = field(
+        default=False, metadata={"help": "plan the next step while one runs (two steps in flight)"}
+    )
+    block_size: int = field(default=16, metadata={"help": "tokens in a KV block; a power of two"})
+    enable_prefix_caching: bool | None = field(default=None, metadata={"help": "share KV of equal beginnings; default: on"})
+    num_gpu_blocks_override: int | None = field(default=None, metadata={"help": "KV blocks, instead of measuring memory"})
+    kv_cache_memory_bytes: int | None = field(
+        default=None, metadata={"help": "memory of the KV pool; default on CPU: a quarter of what is free, at most 4 GiB"}
+    )
+    gpu_memory_utilization: float = field(default=0.92, metadata={"help": "share of a GPU's memory; no effect on a CPU"})
+    watermark: float = field(default=0.0, metadata={"help": "share of blocks kept free when admitting beside others"})
+    max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"})
+    chat_template: str | None = field(default=None, metadata={"help": "template or its file, instead of the model's"})
+    skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
+    executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
+    tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
+    pipeline_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
+    data_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "refused: a model is data here"})
+    enforce_eager: bool = field(default=False, metadata={"help": "no effect here"})
+    disable_log_stats: bool = field(default=True, metadata={"help": "do not fill RequestOutput.metrics"})
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> EngineArgs:
+        """As keyword arguments, but an unknown name is a `ConfigError` that suggests the nearest."""
+        import difflib
+
+        known = {f.name for f in fields(cls)}
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown engine argument {name}{hint}")
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the front end must know of a model; the workers read its file themselves."""
+
+    path: str  # the file (empty for fakes)
+    architecture: str
+    max_position_embeddings: int
+    vocab_size: int  # rows of the output head; ids at or above it do not exist
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # the first is *the* EOS, others act as stop tokens
+
+
+class SchedulerConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+
+
+class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What `build_engine` needs, in any process."""
+
+    model: str  # path of the model's file
+    executor: str
+    scheduler: SchedulerConfig
+    block_size: int
+    depth: int  # steps in flight
+    seed: int
+    load_format: str = "auto"
+    kernels: str = "auto"
+    num_threads: int | None = None
+    fit_max_model_len: bool = False  # lower max_model_len to what the memory holds, instead of refusing
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    vocabulary: str | None = None  # the text of a tokenizer.json, for the grammar room
+    executor_args: dict[str, Any] = {}  # for executors named as module:Class
+    reasons: dict[str, str] = {}  # of automatic choices, for people
+
+
+def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
+    """Decide everything that can be decided before measuring.
+
+    Raises `ConfigError` with a line for each thing that is wrong.
+    """
+    wrong: list[str] = []
+    reasons: dict[str, str] = {}
+
+    def require(right: bool, message: str) -> None:
+        if not right:
+            wrong.append(message)
+
+    for name, issue in NOT_YET.items():
+        require(getattr(args, name) == 1, f"{name} {getattr(args, name)} is not supported yet ({issue!r}); leave it at 1")
+    require(not args.trust_remote_code, "trust_remote_code: models are data here, no code of theirs is run; leave it out")
+
+    max_positions = model.max_position_embeddings
+    fit = args.max_model_len == AUTO_MAX_MODEL_LEN
+    max_model_len = max_positions if args.max_model_len is None or fit else args.max_model_len
+    if args.max_model_len is None:
+        reasons["max_model_len"] = f"{max_positions}, the model's"
+    require(
+        isinstance(max_model_len, int) and 1 <= max_model_len <= max_positions,
+        f"max_model_len {max_model_len} must be from 1 to {max_positions}, the positions the model knows",
+    )
+    block_size = args.block_size
+    require(
+        isinstance(block_size, int) and 1 <= block_size <= 1024 and block_size & (block_size - 1) == 0,
+        f"block_size {block_size} must be a power of two up to 1024",
+    )
+    given_tokens, given_seqs = args.max_num_batched_tokens, args.max_num_seqs
+    tokens = given_tokens if given_tokens is not None else 2048
+    if given_tokens is None and given_seqs is not None and given_seqs > tokens:
+        tokens = given_seqs
+        reasons["max_num_batched_tokens"] = f"{tokens}, so that every one of max_num_seqs gets a token"
+    if not args.enable_chunked_prefill and given_tokens is None and tokens < max_model_len:
+        tokens = max_model_len
+        reasons["max_num_batched_tokens"] = f"{tokens}, for without chunks a whole prompt must fit in a step"
+    seqs = given_seqs if given_seqs is not None else min(128, max(tokens, 1))
+    if given_seqs is None and seqs < 128:
+        reasons["max_num_seqs"] = f"{seqs}, for no more than max_num_batched_tokens can run in a step"
+    require(tokens >= 1, f"max_num_batched_tokens {tokens} must be at least 1")
+    require(seqs >= 1, f"max_num_seqs {seqs} must be at least 1")
+    require(
+        not (tokens >= 1 and seqs >= 1) or tokens >= seqs,
+        f"max_num_batched_tokens {tokens} cannot feed max_num_seqs {seqs}: raise the first or lower the second",
+    )
+    require(
+        args.enable_chunked_prefill or tokens >= max_model_len,
+        f"without chunked prefill max_num_batched_tokens {tokens} must hold a whole prompt of max_model_len "
+        f"{max_model_len}: raise the first, lower the second, or allow chunks",
+    )
+    require(args.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 (off) or more")
+    require(
+        0.0 <= args.watermark < 1.0 and math.isfinite(args.watermark), f"watermark {args.watermark} must be in [0, 1)"
+    )
+    require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
+    for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes", "num_threads"):
+        value = getattr(args, name)
+        require(value is None or value >= 1, f"{name} {value} must be at least 1")
+    require(
+        args.num_gpu_blocks_override is None or args.num_gpu_blocks_override >= 2,
+        "num_gpu_blocks_override must be at least 2: block 0 is never used",
+    )
+    require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
+    for name, choices in (
+        ("load_format", ("auto", "gguf", "dummy")),
+        ("dtype", ("auto", "float32")),
+        ("kernels", ("auto", "native", "numpy")),
+        ("scheduling_policy", ("fcfs", "priority")),
+    ):
+        value = getattr(args, name)
+        require(value in choices, f"{name} {value!r} must be one of {', '.join(choices)}")
+    require(
+        isinstance(args.seed, int) and -(2**63) <= args.seed < 2**63, f"seed {args.seed!r} must be a 64-bit integer"
+    )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return EngineConfig(
+        model=model.path,
+        executor=args.executor,
+        scheduler=SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=max_model_len,
+            policy=args.scheduling_policy,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            long_prefill_token_threshold=args.long_prefill_token_threshold,
+            watermark=args.watermark,
+            enable_prefix_caching=args.enable_prefix_caching is not False,
+        ),
+        block_size=block_size,
+        depth=2 if args.async_scheduling else 1,
+        seed=args.seed,
+        load_format=args.load_format,
+        kernels=args.kernels,
+        num_threads=args.num_threads,
+        fit_max_model_len=fit,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        reasons=reasons,
+    )

@@ -1,0 +1,196 @@
+"""What a caller may ask for: sampling parameters, under the names vLLM's users know.
+
+The rules.
+1. A value that can be judged without a model is judged here, when the object is made, and refused by name.
+   What needs the vocabulary or the model's length is judged by the `InputProcessor`.
+2. A caller's object is never changed by the engine: `InputProcessor` works on a copy.
+3. Below `GREEDY_BELOW` a temperature is greedy, and top_p, top_k and min_p are reset, for they cannot matter;
+   between that and `MIN_TEMPERATURE` it is raised, since logits divided by less lose their order in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from mainspring.base.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 0.01
+MAX_N = 16_384  # more is a mistake or an attack: every child costs the front end memory (case B100)
+MAX_BAD_WORDS = 128
+MAX_STOP_STRINGS = 128
+MAX_SEED = 2**63 - 1
+
+
+class RequestOutputKind(IntEnum):
+    """What each `RequestOutput` of a stream holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # nothing until the end
+
+
+class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """What the text must look like; exactly one is set. They are compiled by the engine's grammar room."""
+
+    json: str | None = None  # a JSON schema, as text
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=False):
+    """How to choose tokens, when to stop, and what to report. Field names and defaults are vLLM's.
+
+    Raises `RequestError` (a `ValueError`) that names the field for a value that can never be right.
+    """
+
+    n: int = 1  # completions per prompt
+    presence_penalty: float = 0.0  # taken once from the logit of each token already in the output; [-2, 2]
+    frequency_penalty: float = 0.0  # taken per occurrence in the output; [-2, 2]
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output; > 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # [0, 1], relative to the best token's probability
+    seed: int | None = None  # None or -1: the engine draws one at intake
+    stop: str | list[str] | None = None  # after construction a list
+    stop_token_ids: list[int] | None = None  # after construction a list
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: as many as the model's length leaves
+    min_tokens: int = 0
+    logprobs: int | None = None  # how many besides the sampled one; -1 is the whole vocabulary
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1  # emit the first token, then every so many, and the end
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None  # values are clamped to [-100, 100]
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None  # after construction a list
+    skip_reading_prefix_cache: bool | None = None  # None: True where prompt_logprobs are asked for
+    extra_args: dict[str, Any] | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._judge_numbers()
+        self._judge_lists()
+        if self.is_greedy:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    def _normalise(self) -> None:
+        """One form for what may be given in several."""
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = list(self.bad_words or [])
+        if self.logprobs is True or self.logprobs is False:
+            self.logprobs = 1 if self.logprobs else None
+        if self.prompt_logprobs is True or self.prompt_logprobs is False:
+            self.prompt_logprobs = 1 if self.prompt_logprobs else None
+        if self.seed == -1:
+            self.seed = None
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.logit_bias is not None:
+            try:
+                self.logit_bias = {int(k): v for k, v in self.logit_bias.items()}
+            except (TypeError, ValueError, AttributeError):
+                raise _refusal("logit_bias", "a mapping from token ids to numbers", self.logit_bias) from None
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise _refusal("output_kind", "a RequestOutputKind", self.output_kind) from None
+
+    def _judge_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, 0, None, "0 or -1 for off, or a positive integer")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower one or raise the other",
+                "min_tokens",
+            )
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, -1, None)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, -1, None)
+        _integer("stream_interval", self.stream_interval, 1, None)
+        for token, bias in (self.logit_bias or {}).items():
+            _number(f"logit_bias[{token}]", bias, -math.inf, math.inf, param="logit_bias")
+        if self.logit_bias:
+            self.logit_bias = {token: min(100.0, max(-100.0, bias)) for token, bias in self.logit_bias.items()}
+
+    def _judge_lists(self) -> None:
+        for name in ("stop", "bad_words"):
+            words = getattr(self, name)
+            if not all(isinstance(word, str) for word in words):
+                raise _refusal(name, "a list of strings", words)
+            if "" in words:
+                raise RequestError(f"{name} has an empty string, which would match everywhere; leave it out", name)
+        if len(self.stop or ()) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(self.stop or ())} strings; at most {MAX_STOP_STRINGS}", "stop")
+        if len(self.bad_words or ()) > MAX_BAD_WORDS:
+            raise RequestError(f"bad_words has {len(self.bad_words or ())} entries; at most {MAX_BAD_WORDS}", "bad_words")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _integer(name, token, 0, None, "a list of token ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, which allows nothing; leave it out or name ids", "allowed_token_ids")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "stop strings need text, and detokenize is False; use stop_token_ids or set detokenize=True", "stop"
+            )
+
+
+def _refusal(name: str, expected: str, got: object, param: str | None = None) -> RequestError:
+    shown = repr(got)
+    return RequestError(
+        f"{name} must be {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}", param or name
+    )
+
+
+def _number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, param: str | None = None
+) -> None:
+    """Written so that NaN fails: a range check of the form `x < low` lets it through (case B110)."""
+    expected = "a finite number"
+    if low > -math.inf:
+        expected += f" {'above' if open_low else 'of at least'} {low:g}"
+    if high < math.inf:
+        expected += f" and at most {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _refusal(name, expected, value, param)
+    if not (low < value if open_low else low <= value) or not value <= high:
+        raise _refusal(name, expected, value, param)
+
+
+def _integer(name: str, value: object, low: int, high: int | None, expected: str | None = None) -> None:
+    if expected is None:
+        expected = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise _refusal(name, expected, value)
