@@ -1,0 +1,483 @@
+"""GGUF files: a header of typed key-values, a table of tensors, and the tensors themselves, memory-mapped.
+
+Reading happens in three depths, each paid for only when asked:
+1. opening walks header and tables and judges them: every offset, count and length is checked against the size of
+   the file before anything is allocated or sliced, so a hostile file costs time and memory linear in its size;
+2. `metadata[key]` decodes an array (tokens, merges) the first time it is asked for;
+3. `dequantise(name)` touches the pages of one tensor.
+
+Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the file, start
+at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows are whole blocks.
+
+A further tensor type is one entry of `TENSOR_TYPES`: its block's layout as a numpy dtype and a function that turns
+an array of such blocks into float32.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mainspring.base.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMS = 4
+MAX_NESTING = 4  # arrays of arrays; files in the wild have none
+MAX_ALIGNMENT = 1 << 20
+MIN_ENTRY_BYTES = 13  # the least a key-value takes: length of the key, type, one byte
+MIN_TENSOR_BYTES = 24  # the least a tensor's entry takes: length of the name, n_dims, type, offset
+TILE_BLOCKS = 4096  # blocks decoded at a time: 4096 x 32 float32 are 512 KiB, which stays in a core's L2
+
+Blocks = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+
+# ---- tensor types -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How one type is stored. `decode(blocks [n], out [n, block_size])` writes the values of n blocks."""
+
+    name: str
+    block_size: int  # weights in a block
+    layout: np.dtype[Any]  # one block, little-endian
+    decode: Callable[[Blocks, Floats], None]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.itemsize
+
+
+def _decode_plain(blocks: Blocks, out: Floats) -> None:
+    np.copyto(out[:, 0], blocks)
+
+
+def _decode_bf16(blocks: Blocks, out: Floats) -> None:
+    """A bfloat16 is the upper half of a float32; numpy has no such type."""
+    np.left_shift(blocks, 16, out=out.view(np.uint32)[:, 0], dtype=np.uint32)
+
+
+def _decode_q4_1(blocks: Blocks, out: Floats) -> None:
+    """d * q + m; the low nibbles are the first 16 weights, the high ones the last 16."""
+    codes = np.empty((len(blocks), 2, 16), np.uint8)
+    np.bitwise_and(blocks["codes"], 15, out=codes[:, 0])
+    np.right_shift(blocks["codes"], 4, out=codes[:, 1])
+    np.copyto(out, codes.reshape(-1, 32))
+    np.multiply(out, blocks["scale"].astype(np.float32)[:, None], out=out)
+    np.add(out, blocks["minimum"].astype(np.float32)[:, None], out=out)
+
+
+def _decode_q8_0(blocks: Blocks, out: Floats) -> None:
+    """d * q."""
+    np.copyto(out, blocks["codes"])
+    np.multiply(out, blocks["scale"].astype(np.float32)[:, None], out=out)
+
+
+_Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)])
+_Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
+
+TENSOR_TYPES: Final[dict[int, TensorType]] = {
+    0: TensorType("F32", 1, np.dtype("<f4"), _decode_plain),
+    1: TensorType("F16", 1, np.dtype("<f2"), _decode_plain),
+    3: TensorType("Q4_1", 32, _Q4_1, _decode_q4_1),
+    8: TensorType("Q8_0", 32, _Q8_0, _decode_q8_0),
+    30: TensorType("BF16", 1, np.dtype("<u2"), _decode_bf16),
+}
+TYPES_BY_NAME: Final = {kind.name: kind for kind in TENSOR_TYPES.values()}
+
+# Names of types that are not read yet, so that a refusal can use the word that the file's page uses.
+_OTHER_TYPE_NAMES: Final = {
+    2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    39: "MXFP4",
+}  # fmt: skip
+
+
+def decode_blocks(kind: TensorType, raw: npt.NDArray[np.uint8], out: Floats) -> None:
+    """Turn `raw` (uint8, whole blocks of `kind`) into `out` (float32, C-contiguous, as many weights), in tiles."""
+    blocks = raw.view(kind.layout)
+    values = out.reshape(len(blocks), kind.block_size)
+    assert np.shares_memory(values, out), "out must be C-contiguous"
+    tile = TILE_BLOCKS * 32 // kind.block_size
+    with np.errstate(
+        all="ignore"
+    ):  # a scale may be infinite or NaN in a file; that is for its reader to judge
+        for start in range(0, len(blocks), tile):
+            kind.decode(blocks[start : start + tile], values[start : start + tile])
+
+
+# ---- the file -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies and how to read it."""
+
+    name: str
+    shape: tuple[int, ...]  # row-major: the last dimension is contiguous
+    type: str  # "F32", "Q4_1", ...
+    num_bytes: int
+    offset: int  # bytes from the start of the file
+
+
+class GGUFFile:
+    """A GGUF file, open for reading. Safe to use from several threads until it is closed.
+
+    Raises `CheckpointError`, one line that names the file and the tensor or key at fault, if anything in it is
+    damaged or not supported.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._map = _map_file(self.path)
+        try:
+            parser = _Parser(self.path, self._map)
+            num_tensors, num_entries = parser.header()
+            self.metadata: Metadata = parser.metadata(num_entries)
+            self._tensors = parser.tensors(num_tensors, self.metadata)
+        except BaseException:
+            self._map.close()
+            raise
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """In the order of the file's table."""
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `CheckpointError` for a name that the file does not have."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path}: no tensor {_quoted(name)} among its {len(self._tensors)}")
+        return self._tensors[name]
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor as they are in the file: a read-only view of [num_bytes]."""
+        info = self.info(name)
+        return self._bytes[info.offset : info.offset + info.num_bytes]
+
+    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
+        """The values of a tensor, float32 in `info(name).shape`; into `out`, C-contiguous, where it is given."""
+        info = self.info(name)
+        if out is None:
+            out = np.empty(info.shape, np.float32)
+        assert out.shape == info.shape, f"out {out.shape} != {name} {info.shape}"
+        assert out.dtype == np.float32, f"out is {out.dtype}"
+        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name), out)
+        return out
+
+    def drop_pages(self) -> None:
+        """Take the file's pages out of this process's memory; they are read again when touched."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Idempotent. Views that `raw` gave out stay valid: the map itself goes with the last of them."""
+        self._bytes = np.empty(0, np.uint8)
+        with suppress(BufferError):  # a view is still in use
+            self._map.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise CheckpointError(f"{path}: the file is empty; expected a GGUF file")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except IsADirectoryError:
+        raise CheckpointError(f"{path}: is a directory; expected a GGUF file") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # no permission, a pipe, a name with a null byte
+        raise CheckpointError(f"{path}: cannot be read as a file: {error}") from None
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------
+
+
+class _Array(NamedTuple):
+    """An array that nobody has asked for yet."""
+
+    start: int  # of its first element, bytes from the start of the file
+    end: int
+    kind: int
+    count: int
+
+
+class Metadata(Mapping[str, Any]):
+    """Key -> int, float, bool, str or list. Arrays are decoded when first asked for."""
+
+    def __init__(self, parser: _Parser, values: dict[str, Any]) -> None:
+        self._parser = parser
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if isinstance(value, _Array):
+            value = self._values[key] = self._parser.array(key, value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_STRING, _ARRAY = 8, 9
+_SCALARS: Final[dict[int, struct.Struct]] = {
+    code: struct.Struct(f"<{letter}")
+    for code, letter in {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}.items()
+}  # fmt: skip
+_MIN_ELEMENT_BYTES: Final = {code: form.size for code, form in _SCALARS.items()} | {_STRING: 8, _ARRAY: 12}
+
+
+class _Parser:
+    """A position in the file, and what may be read from there. `self.pos` never passes `self.size`."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self.path = path
+        self.buffer = buffer
+        self.size = len(buffer)
+        self.pos = 0
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}")
+
+    def header(self) -> tuple[int, int]:
+        """How many tensors and how many key-values follow."""
+        magic = self.buffer[:4]
+        if magic != MAGIC:
+            raise self.error(f"is not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
+        self.pos = 4
+        version = self.number(_U32, "the version")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            found = f"{swapped}, big-endian," if swapped in VERSIONS else str(version)
+            raise self.error(f"GGUF version {found} is not supported; supported: 2 and 3, little-endian")
+        num_tensors = self.number(_U64, "the number of tensors")
+        num_entries = self.number(_U64, "the number of key-values")
+        self.fits(num_tensors, MIN_TENSOR_BYTES, "the header announces", "tensors")
+        self.fits(num_entries, MIN_ENTRY_BYTES, "the header announces", "key-values")
+        return num_tensors, num_entries
+
+    def metadata(self, num_entries: int) -> Metadata:
+        values: dict[str, Any] = {}
+        for index in range(num_entries):
+            key = self.string(f"the name of key-value {index}")
+            if key in values:
+                raise self.error(f"key {_quoted(key)} occurs twice")
+            values[key] = self.value(self.number(_U32, f"the type of key {_quoted(key)}"), key)
+        return Metadata(self, values)
+
+    def tensors(self, num_tensors: int, metadata: Metadata) -> dict[str, TensorInfo]:
+        alignment = metadata.get("general.alignment", 32)
+        if (
+            not isinstance(alignment, int)
+            or not 1 <= alignment <= MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
+            raise self.error(
+                f"key 'general.alignment' is {_quoted(alignment)}, expected a power of two up to {MAX_ALIGNMENT}"
+            )
+        num_parts = metadata.get("split.count", 1)
+        if num_parts not in (0, 1):
+            raise self.error(
+                f"key 'split.count' is {_quoted(num_parts)}: a model split over several files is not supported yet; "
+                "merge them into one"
+            )
+        found: dict[str, TensorInfo] = {}
+        for index in range(num_tensors):
+            info = self.tensor(index)
+            if info.name in found:
+                raise self.error(f"tensor {_quoted(info.name)} occurs twice")
+            found[info.name] = info
+        return self.placed(found, alignment)
+
+    def tensor(self, index: int) -> TensorInfo:
+        """One entry of the table; its offset still counts from the start of the data."""
+        name = self.string(f"the name of tensor {index}")
+        shown = f"tensor {_quoted(name)}"
+        num_dims = self.number(_U32, f"n_dims of {shown}")
+        if num_dims > MAX_DIMS:
+            raise self.error(f"{shown} has {num_dims} dimensions, expected at most {MAX_DIMS}")
+        # The file has the fastest dimension first.
+        shape = tuple(self.number(_U64, f"the shape of {shown}") for _ in range(num_dims))[::-1]
+        type_id = self.number(_U32, f"the type of {shown}")
+        offset = self.number(_U64, f"the offset of {shown}")
+        kind = TENSOR_TYPES.get(type_id)
+        if kind is None:
+            found = _OTHER_TYPE_NAMES.get(type_id, f"number {type_id}")
+            raise self.error(
+                f"{shown} has type {found}, which is not supported; supported: {', '.join(TYPES_BY_NAME)}"
+            )
+        num_weights = 1
+        for length in shape:
+            num_weights *= length
+        if num_weights == 0:
+            raise self.error(f"{shown} has shape {list(shape)}, expected no dimension of 0")
+        row = shape[-1] if shape else 1
+        if row % kind.block_size:
+            raise self.error(
+                f"{shown} has rows of {row} weights, expected a multiple of {kind.block_size}, the block of {kind.name}"
+            )
+        return TensorInfo(name, shape, kind.name, num_weights // kind.block_size * kind.block_bytes, offset)
+
+    def placed(self, relative: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """The tensors with offsets from the start of the file, none outside it, none over another."""
+        data_start = -(-self.pos // alignment) * alignment
+        placed: dict[str, TensorInfo] = {}
+        for info in relative.values():
+            shown = f"tensor {_quoted(info.name)}"
+            if info.offset % alignment:
+                raise self.error(
+                    f"{shown} has offset {info.offset}, expected a multiple of the alignment {alignment}"
+                )
+            start = data_start + info.offset
+            end = start + info.num_bytes
+            if end > self.size:
+                raise self.error(
+                    f"{shown} ({info.type} {list(info.shape)}) ends at byte {end}, "
+                    f"and the file ends at {self.size}: truncated?"
+                )
+            placed[info.name] = replace(info, offset=start)
+        in_order = sorted(placed.values(), key=lambda info: info.offset)
+        for before, after in zip(in_order, in_order[1:], strict=False):
+            end = before.offset + before.num_bytes
+            if end > after.offset:
+                raise self.error(
+                    f"tensor {_quoted(after.name)} at byte {after.offset} overlaps "
+                    f"tensor {_quoted(before.name)}, which ends at {end}"
+                )
+        return placed
+
+    # Values. Each method reads at `self.pos` and moves it, and says what it was reading if that is not there.
+
+    def number(self, form: struct.Struct, what: str) -> Any:
+        if self.pos + form.size > self.size:
+            raise self.error(f"ends at byte {self.size}, inside {what}: truncated?")
+        (value,) = form.unpack_from(self.buffer, self.pos)
+        self.pos += form.size
+        return value
+
+    def string(self, what: str) -> str:
+        length = self.number(_U64, what)
+        start = self.pos
+        self.skip(length, what)
+        return self.text(self.buffer[start : self.pos], what)
+
+    def value(self, kind: int, key: str) -> Any:
+        what = f"the value of key {_quoted(key)}"
+        if kind == _STRING:
+            return self.string(what)
+        if kind == _ARRAY:
+            return self.unread_array(what)
+        if kind not in _SCALARS:
+            raise self.error(f"key {_quoted(key)} has value type {kind}, expected 0 to 12")
+        return self.number(_SCALARS[kind], what)
+
+    def unread_array(self, what: str, depth: int = 1) -> _Array:
+        """Walk over an array, checking it, without keeping its elements."""
+        if depth > MAX_NESTING:
+            raise self.error(f"{what} has arrays nested more than {MAX_NESTING} deep, which is not supported")
+        kind = self.number(_U32, what)
+        count = self.number(_U64, what)
+        if kind not in _MIN_ELEMENT_BYTES:
+            raise self.error(f"{what} is an array of type {kind}, expected 0 to 12")
+        self.fits(count, _MIN_ELEMENT_BYTES[kind], f"{what} announces", "elements")
+        start = self.pos
+        if kind == _STRING:
+            self.skip_strings(count, what)
+        elif kind == _ARRAY:
+            for _ in range(count):
+                self.unread_array(what, depth + 1)
+        else:
+            self.skip(count * _SCALARS[kind].size, what)
+        return _Array(start, self.pos, kind, count)
+
+    def skip(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self.size - self.pos:
+            raise self.error(
+                f"{what} announces {num_bytes} bytes, and {self.size - self.pos} are left in the file: "
+                "damaged or truncated"
+            )
+        self.pos += num_bytes
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """A tight loop: vocabularies have hundreds of thousands of strings, and every start-up walks over them."""
+        unpack, buffer, pos, size = _U64.unpack_from, self.buffer, self.pos, self.size
+        for index in range(count):
+            if pos + 8 > size:
+                raise self.error(f"ends at byte {size}, inside element {index} of {what}: truncated?")
+            pos += 8 + unpack(buffer, pos)[0]
+            if pos > size:
+                raise self.error(
+                    f"element {index} of {what} reaches past the end of the file: damaged or truncated"
+                )
+        self.pos = pos
+
+    def fits(self, count: int, min_bytes: int, what: str, things: str) -> None:
+        """Refuse a count that the rest of the file cannot hold, before anything is made of it."""
+        left = self.size - self.pos
+        if count * min_bytes > left:
+            raise self.error(
+                f"{what} {count} {things}, more than {left} bytes, the rest of the file, can hold: damaged"
+            )
+
+    # Arrays, when somebody wants their elements. They were walked over at opening, so their bounds are right.
+
+    def array(self, key: str, array: _Array) -> list[Any]:
+        what = f"the value of key {_quoted(key)}"
+        if array.kind == _STRING:
+            return self.strings(array, what)
+        if array.kind == _ARRAY:
+            inner = _Parser(
+                self.path, self.buffer
+            )  # a position of its own: another thread may be reading, too
+            inner.pos = array.start
+            return [self.array(key, inner.unread_array(what)) for _ in range(array.count)]
+        numbers = np.frombuffer(self.buffer, _SCALARS[array.kind].format, array.count, array.start)
+        result: list[Any] = numbers.tolist()
+        return result
+
+    def strings(self, array: _Array, what: str) -> list[str]:
+        data = self.buffer[array.start : array.end]
+        unpack, pos, found = _U64.unpack_from, 0, []
+        for _ in range(array.count):
+            start = pos + 8
+            pos = start + unpack(data, pos)[0]
+            found.append(self.text(data[start:pos], what))
+        return found
+
+    def text(self, data: bytes, what: str) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise self.error(f"{what} is not UTF-8: {_quoted(data)}") from None
+
+
+def _quoted(value: object) -> str:
+    """For messages: names come from the file, so they may be anything and of any length."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
