@@ -1,16 +1,17 @@
 """GGUF files: a header of typed key-values, a table of tensors, and the tensors themselves, memory-mapped.
 
 Reading happens in three depths, each paid for only when asked:
-1. opening walks header and tables and judges them: every offset, count and length is checked against the size of
-   the file before anything is allocated or sliced, so a hostile file costs time and memory linear in its size;
+1. opening walks header and tables and judges them: every offset, count and length is checked against the size
+   of the file before anything is allocated or sliced, so a hostile file costs time and memory linear in its size;
 2. `metadata[key]` decodes an array (tokens, merges) the first time it is asked for;
 3. `dequantise(name)` touches the pages of one tensor.
 
-Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the file, start
-at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows are whole blocks.
+Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the file,
+start at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows are whole
+blocks.
 
-A further tensor type is one entry of `TENSOR_TYPES`: its block's layout as a numpy dtype and a function that turns
-an array of such blocks into float32.
+A further tensor type is one entry of `TENSOR_TYPES`: its block's layout as a numpy dtype and a function that
+turns an array of such blocks into float32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -43,7 +45,7 @@ Blocks = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 
-# ---- tensor types -------------------------------------------------------------------------------------------------
+# ---- tensor types ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,14 @@ TYPES_BY_NAME: Final = {kind.name: kind for kind in TENSOR_TYPES.values()}
 # Names of types that are not read yet, so that a refusal can use the word that the file's page uses.
 _OTHER_TYPE_NAMES: Final = {
     2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
-    39: "MXFP4",
+    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
 
 def decode_blocks(kind: TensorType, raw: npt.NDArray[np.uint8], out: Floats) -> None:
-    """Turn `raw` (uint8, whole blocks of `kind`) into `out` (float32, C-contiguous, as many weights), in tiles."""
+    """Turn `raw` (uint8, whole blocks) into `out` (float32, C-contiguous, as many weights), in tiles."""
     blocks = raw.view(kind.layout)
     values = out.reshape(len(blocks), kind.block_size)
     assert np.shares_memory(values, out), "out must be C-contiguous"
@@ -119,7 +121,7 @@ def decode_blocks(kind: TensorType, raw: npt.NDArray[np.uint8], out: Floats) -> 
             kind.decode(blocks[start : start + tile], values[start : start + tile])
 
 
-# ---- the file -----------------------------------------------------------------------------------------------------
+# ---- the file ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ class TensorInfo:
 class GGUFFile:
     """A GGUF file, open for reading. Safe to use from several threads until it is closed.
 
-    Raises `CheckpointError`, one line that names the file and the tensor or key at fault, if anything in it is
-    damaged or not supported.
+    Raises `CheckpointError`, one line that names the file and the tensor or key at fault, if anything in it
+    is damaged or not supported.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -170,7 +172,7 @@ class GGUFFile:
         return self._bytes[info.offset : info.offset + info.num_bytes]
 
     def dequantise(self, name: str, out: Floats | None = None) -> Floats:
-        """The values of a tensor, float32 in `info(name).shape`; into `out`, C-contiguous, where it is given."""
+        """The values of a tensor, float32 in `info(name).shape`; into `out`, C-contiguous, if given."""
         info = self.info(name)
         if out is None:
             out = np.empty(info.shape, np.float32)
@@ -212,7 +214,7 @@ def _map_file(path: Path) -> mmap.mmap:
         raise CheckpointError(f"{path}: cannot be read as a file: {error}") from None
 
 
-# ---- metadata -----------------------------------------------------------------------------------------------------
+# ---- metadata ----------------------------------------------------------------------------------------------
 
 
 class _Array(NamedTuple):
@@ -221,7 +223,7 @@ class _Array(NamedTuple):
     start: int  # of its first element, bytes from the start of the file
     end: int
     kind: int
-    count: int
+    length: int
 
 
 class Metadata(Mapping[str, Any]):
@@ -247,9 +249,9 @@ class Metadata(Mapping[str, Any]):
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final[dict[int, struct.Struct]] = {
-    code: struct.Struct(f"<{letter}")
-    for code, letter in {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}.items()
-}  # fmt: skip
+    code: struct.Struct("<" + letter)
+    for code, letter in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
+}
 _MIN_ELEMENT_BYTES: Final = {code: form.size for code, form in _SCALARS.items()} | {_STRING: 8, _ARRAY: 12}
 
 
@@ -299,13 +301,14 @@ class _Parser:
             or alignment & (alignment - 1)
         ):
             raise self.error(
-                f"key 'general.alignment' is {_quoted(alignment)}, expected a power of two up to {MAX_ALIGNMENT}"
+                f"key 'general.alignment' is {_quoted(alignment)}, "
+                f"expected a power of two up to {MAX_ALIGNMENT}"
             )
         num_parts = metadata.get("split.count", 1)
         if num_parts not in (0, 1):
             raise self.error(
-                f"key 'split.count' is {_quoted(num_parts)}: a model split over several files is not supported yet; "
-                "merge them into one"
+                f"key 'split.count' is {_quoted(num_parts)}: "
+                "a model split over several files is not supported yet; merge them into one"
             )
         found: dict[str, TensorInfo] = {}
         for index in range(num_tensors):
@@ -340,7 +343,8 @@ class _Parser:
         row = shape[-1] if shape else 1
         if row % kind.block_size:
             raise self.error(
-                f"{shown} has rows of {row} weights, expected a multiple of {kind.block_size}, the block of {kind.name}"
+                f"{shown} has rows of {row} weights, "
+                f"expected a multiple of {kind.block_size}, the block of {kind.name}"
             )
         return TensorInfo(name, shape, kind.name, num_weights // kind.block_size * kind.block_bytes, offset)
 
@@ -363,7 +367,7 @@ class _Parser:
                 )
             placed[info.name] = replace(info, offset=start)
         in_order = sorted(placed.values(), key=lambda info: info.offset)
-        for before, after in zip(in_order, in_order[1:], strict=False):
+        for before, after in pairwise(in_order):
             end = before.offset + before.num_bytes
             if end > after.offset:
                 raise self.error(
@@ -425,7 +429,7 @@ class _Parser:
         self.pos += num_bytes
 
     def skip_strings(self, count: int, what: str) -> None:
-        """A tight loop: vocabularies have hundreds of thousands of strings, and every start-up walks over them."""
+        """A tight loop: vocabularies have hundreds of thousands of strings, walked over at every start."""
         unpack, buffer, pos, size = _U64.unpack_from, self.buffer, self.pos, self.size
         for index in range(count):
             if pos + 8 > size:
@@ -456,15 +460,15 @@ class _Parser:
                 self.path, self.buffer
             )  # a position of its own: another thread may be reading, too
             inner.pos = array.start
-            return [self.array(key, inner.unread_array(what)) for _ in range(array.count)]
-        numbers = np.frombuffer(self.buffer, _SCALARS[array.kind].format, array.count, array.start)
+            return [self.array(key, inner.unread_array(what)) for _ in range(array.length)]
+        numbers = np.frombuffer(self.buffer, _SCALARS[array.kind].format, array.length, array.start)
         result: list[Any] = numbers.tolist()
         return result
 
     def strings(self, array: _Array, what: str) -> list[str]:
         data = self.buffer[array.start : array.end]
         unpack, pos, found = _U64.unpack_from, 0, []
-        for _ in range(array.count):
+        for _ in range(array.length):
             start = pos + 8
             pos = start + unpack(data, pos)[0]
             found.append(self.text(data[start:pos], what))
