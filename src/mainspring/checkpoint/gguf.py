@@ -1,14 +1,15 @@
 """GGUF files: a header of typed key-values, a table of tensors, and the tensors themselves, memory-mapped.
 
 Reading happens in three depths, each paid for only when asked:
-1. opening walks header and tables and judges them: every offset, count and length is checked against the size
-   of the file before anything is allocated or sliced, so a hostile file costs time and memory linear in its size;
+1. opening walks header and tables and judges them: every offset, count and length is checked against the
+   size of the file before anything is allocated or sliced, so a hostile file costs time and memory linear in
+   its size;
 2. `metadata[key]` decodes an array (tokens, merges) the first time it is asked for;
 3. `dequantise(name)` touches the pages of one tensor.
 
-Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the file,
-start at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows are whole
-blocks.
+Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the
+file, start at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows
+are whole blocks.
 
 A further tensor type is one entry of `TENSOR_TYPES`: its block's layout as a numpy dtype and a function that
 turns an array of such blocks into float32.
@@ -110,13 +111,11 @@ _OTHER_TYPE_NAMES: Final = {
 
 def decode_blocks(kind: TensorType, raw: npt.NDArray[np.uint8], out: Floats) -> None:
     """Turn `raw` (uint8, whole blocks) into `out` (float32, C-contiguous, as many weights), in tiles."""
+    assert out.flags.c_contiguous
     blocks = raw.view(kind.layout)
     values = out.reshape(len(blocks), kind.block_size)
-    assert np.shares_memory(values, out), "out must be C-contiguous"
     tile = TILE_BLOCKS * 32 // kind.block_size
-    with np.errstate(
-        all="ignore"
-    ):  # a scale may be infinite or NaN in a file; that is for its reader to judge
+    with np.errstate(all="ignore"):  # a file's scale may be infinite or NaN: its reader's to judge
         for start in range(0, len(blocks), tile):
             kind.decode(blocks[start : start + tile], values[start : start + tile])
 
