@@ -1,7 +1,7 @@
 """The floors of the house: imports go down, and rooms of one floor do not know each other.
 
-Deferred and typing-only imports count, for a reader has to follow them too. `ROOMS` is the plan's table; a room or
-an arrow that is not in it is a failure, so whoever adds one changes the table in the same commit and says why.
+Deferred and typing-only imports count, for a reader has to follow them too. `ROOMS` is the plan's table; a room
+or an arrow that is not in it is a failure, so whoever adds one changes the table in the same commit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ ROOMS = {
     "worker": Room(3, {"base", "kernels", "models", "transfer"}, ARRAYS),
     "executor": Room(4, {"base", "worker"}, ARRAYS),
     "engine": Room(5, {"base", "core", "grammar", "transfer", "executor"}, ARRAYS | {"zmq"}),
-    "frontend": Room(6, {"base", "checkpoint", "grammar", "engine"}, ARRAYS | {"tokenizers", "jinja2", "tqdm"}),
+    "frontend": Room(
+        6, {"base", "checkpoint", "grammar", "engine"}, ARRAYS | {"tokenizers", "jinja2", "tqdm"}
+    ),
     "server": Room(7, {"base", "checkpoint", "frontend"}, ARRAYS | {"fastapi", "uvicorn", "pydantic"}),
     "bench": Room(7, BELOW_BENCH, ARRAYS | {"tqdm"}),
     "testing": Room(7, BELOW_BENCH, ARRAYS),
@@ -131,7 +133,11 @@ def test_the_table_itself_goes_down():
         ("core/a.py", "def f():\n    from mainspring.kernels import ops", "core may not import kernels"),
         ("core/a.py", "if TYPE_CHECKING:\n    from mainspring import engine", "core may not import engine"),
         ("core/a.py", "from ..engine import core", "core may not import engine"),
-        ("core/a.py", "import importlib\nimportlib.import_module('mainspring.cli')", "core may not import cli"),
+        (
+            "core/a.py",
+            "import importlib\nimportlib.import_module('mainspring.cli')",
+            "core may not import cli",
+        ),
         ("core/a.py", "from time import monotonic", "core must not know time"),
         ("worker/a.py", "import torch.cuda", "torch outside the kernels' device files"),
         ("frontend/a.py", "import requests", "frontend may not import requests"),
@@ -185,16 +191,24 @@ def test_import_loads_neither_torch_nor_native_kernels():
     there = [name for name in quiet if (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists()]
     assert {"base", "core", "engine", "frontend", "cli"} <= set(there)
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED_IMPORT, *there], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", WATCHED_IMPORT, *there],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("statement", ["import mainspring", "import mainspring.cli", "from mainspring.cli import main"])
+@pytest.mark.parametrize(
+    "statement", ["import mainspring", "import mainspring.cli", "from mainspring.cli import main"]
+)
 def test_import_is_lean(statement: str):
     """Arrays and tokenizers are loaded by the first use of `LLM`, so that `--help` and `import` are quick."""
     show = f"{statement}\nimport sys\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert {"numpy", "tokenizers", "jinja2"} & set(done.stdout.split()) == set()

@@ -1,0 +1,74 @@
+"""`mainspring generate`: continue a text, as it is or through the model's chat template."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from mainspring.base.errors import RequestError
+from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
+from mainspring.cli.sampling import add_sampling_flags, sampling_params
+from mainspring.cli.session import answer, open_model, say_if_odd
+
+EXAMPLES = (
+    '--prompt "Once upon a time" --max-tokens 40',
+    '--prompt "What is a mainspring?" --chat --temperature 0 --json',
+    "--prompt - < letter.txt",
+)
+
+
+def run(argv: list[str]) -> int:
+    given = _parser(argv).read(argv)
+    params = sampling_params(given)
+    prompt = _prompt(given)  # before the model: what is wrong here is wrong without it
+    llm = open_model(given)
+    if given.chat:
+        prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+    result = answer(llm, prompt, params, show=not given.json)
+    if given.json:
+        print(json.dumps(result.as_json()))
+    say_if_odd(result, params.max_tokens)
+    return 0
+
+
+def _parser(argv: list[str]) -> Parser:
+    parser = Parser("generate", "Continue a text. The model is fetched on first use.", EXAMPLES, argv)
+    group = parser.add_argument_group("the text")
+    group.add_argument("--prompt", metavar="TEXT", help="what to continue; - reads it from standard input")
+    group.add_argument(
+        "--prompt-token-ids", type=token_ids, metavar="IDS", help="the same, as token ids: 1,2,3"
+    )
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        default=False,
+        help="take it as a question: apply the model's chat template",
+    )
+    add_sampling_flags(parser)
+    add_engine_flags(parser, leave_out=("seed",))
+    add_common_flags(parser)
+    return parser
+
+
+def _prompt(given: argparse.Namespace) -> Any:
+    """Text, or `{"prompt_token_ids": [...]}`: whichever was given."""
+    if hasattr(given, "prompt") == hasattr(given, "prompt_token_ids"):
+        raise RequestError(
+            "give --prompt TEXT, or --prompt - to read it from standard input, or --prompt-token-ids"
+        )
+    if hasattr(given, "prompt_token_ids"):
+        if given.chat:
+            raise RequestError(
+                "--chat needs text: token ids are taken as they are; give --prompt or leave out --chat"
+            )
+        return {"prompt_token_ids": given.prompt_token_ids}
+    if given.prompt != "-":
+        return given.prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"standard input is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None

@@ -1,0 +1,106 @@
+"""What `generate` and `chat` share: opening a model, showing an answer while it is written, reporting it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mainspring.base.errors import EngineError
+from mainspring.base.log import set_up_logging
+from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.cli.dialect import engine_arguments
+
+if TYPE_CHECKING:
+    from mainspring.base.outputs import CompletionOutput
+    from mainspring.frontend.llm import LLM
+
+
+class Answer(msgspec.Struct):
+    """A finished text and what it took."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str | None
+    error: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_token_ids": self.prompt_token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": len(self.prompt_token_ids),
+                "completion_tokens": len(self.token_ids),
+                "total_tokens": len(self.prompt_token_ids) + len(self.token_ids),
+            },
+        }
+
+
+def open_model(given: argparse.Namespace) -> LLM:
+    """The engine for the flags that were given; fetches the model if it has a name and is not here yet."""
+    set_up_logging("info" if given.verbose else None)
+    from mainspring.frontend.llm import LLM
+
+    return LLM(**engine_arguments(given))
+
+
+def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[str | Answer, None, None]:
+    """The text as it comes, and last the whole `Answer`. Closing the iterator aborts the request."""
+    params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
+    pieces: list[CompletionOutput] = []
+    with closing(llm.generate_stream(prompt, params)) as stream:
+        for output in stream:
+            piece = output.outputs[0]
+            pieces.append(piece)
+            prompt_token_ids = output.prompt_token_ids
+            if piece.text:
+                yield piece.text
+    last = pieces[-1]
+    yield Answer(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        prompt_token_ids=prompt_token_ids,
+        finish_reason=last.finish_reason,
+        error=last.error,
+    )
+
+
+def answer(llm: LLM, prompt: Any, params: SamplingParams, *, show: bool) -> Answer:
+    """The answer; `show` prints it while it is written. Raises `EngineError` where it failed."""
+    result = None
+    with closing(answer_in_pieces(llm, prompt, params)) as pieces:
+        for piece in pieces:
+            if isinstance(piece, Answer):
+                result = piece
+            elif show:
+                print(piece, end="", flush=True)
+    assert result is not None
+    if show and result.text and not result.text.endswith("\n"):
+        print()
+    if result.error:
+        raise EngineError(result.error)
+    return result
+
+
+def say(words: str) -> None:
+    """For the person at the terminal, out of the way of what a program may read."""
+    print(f"({words})", file=sys.stderr, flush=True)
+
+
+def say_if_odd(answer: Answer, max_tokens: int | None) -> None:
+    """Words for what an empty or a cut answer cannot say itself."""
+    if not answer.text.strip():
+        why = {
+            "stop": "the model ended at once; an instruct model may want --chat, or try another prompt",
+            "length": f"{len(answer.token_ids)} tokens, none of which shows as text; raise --max-tokens",
+        }.get(answer.finish_reason or "", f"it ended with {answer.finish_reason}")
+        say(f"empty answer: {why}")
+    elif answer.finish_reason == "length" and len(answer.token_ids) == max_tokens:
+        say(f"cut after {max_tokens} tokens; --max-tokens sets the limit")
