@@ -1,0 +1,73 @@
+"""`mainspring bench`: the measurements that ship. Tables for people; with `--json` one line on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mainspring.base.errors import ConfigError
+from mainspring.base.log import set_up_logging
+from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments, nearest
+
+BENCHES = {
+    "scheduler": "what a step costs in bookkeeping alone; needs no model",
+    "throughput": "prefill, decode, memory and start-up with a real model",
+}
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0].startswith("-h") or argv[0].startswith("--help"):
+        print("usage: mainspring bench NAME [flags]\n")
+        print("\n".join(f"  {name:<12} {what}" for name, what in BENCHES.items()))
+        return 0
+    name, *rest = argv
+    match name:
+        case "scheduler":
+            return _scheduler(rest)
+        case "throughput":
+            return _throughput(rest)
+    near = nearest(name, BENCHES)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
+    raise ConfigError(f"unknown benchmark {name!r}; {hint}")
+
+
+def _scheduler(argv: list[str]) -> int:
+    parser = Parser("bench scheduler", f"Measure {BENCHES['scheduler']}.", ("", "--json"), argv)
+    add_common_flags(parser)
+    given = parser.read(argv)
+    from mainspring.bench import scheduler
+
+    figures = scheduler.measure()
+    _show(scheduler.table(figures), figures, given.json)
+    return 0
+
+
+def _throughput(argv: list[str]) -> int:
+    examples = ("", "--kernels numpy --repeats 3 --json")
+    parser = Parser("bench throughput", f"Measure {BENCHES['throughput']}.", examples, argv)
+    group = parser.add_argument_group("the measurement")
+    group.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="each figure is the median of so many runs (default: 5)",
+    )
+    add_engine_flags(parser)
+    add_common_flags(parser)
+    given = parser.read(argv)
+    set_up_logging("info" if given.verbose else None)
+    if given.repeats < 1:
+        raise ConfigError(f"--repeats {given.repeats} must be at least 1")
+    from mainspring.bench import throughput
+
+    figures = throughput.measure(engine_arguments(given), given.repeats)
+    _show(throughput.table(figures), figures, given.json)
+    return 0
+
+
+def _show(table: str, figures: dict[str, object], as_json: bool) -> None:
+    """For people on standard output; if a program reads that, on standard error, and one line of JSON for it."""
+    print(table, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(figures))
