@@ -1,10 +1,11 @@
-"""What a step costs in bookkeeping alone: `schedule` and `update_from_output` around a model that takes no time.
+"""What a step costs in bookkeeping alone: `schedule` and `update_from_output` around a model that takes no
+time.
 
-The load: prompts of 32 to 47 tokens in steady decode, block size 16, prefix caching on, EOS and max_tokens set on
-every request and stop ids on one in eight, so that each step one row in sixteen fills a block and every row passes
-the checks of a real one. Each step delivers one output struct per request. A figure is the median of `STEPS` steps,
-the best of `REPEATS` runs. What the executor and the client would do (making the lists of tokens, dropping the
-outputs) is outside the clock.
+The load: prompts of 32 to 47 tokens in steady decode, block size 16, prefix caching on, EOS and max_tokens
+set on every request and stop ids on one in eight, so that each step one row in sixteen fills a block and
+every row passes the checks of a real one. Each step delivers one output struct per request. A figure is the
+median of `STEPS` steps, the best of `REPEATS` runs. What the executor and the client would do (making the
+lists of tokens, dropping the outputs) is outside the clock.
 
 The garbage collector is on, after `gc.freeze()` on what the set-up made; `gc` says how else it would be.
 """
@@ -14,9 +15,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,10 +41,18 @@ MAX_TOKENS = WARM_UP_STEPS + STEPS + 100  # never reached
 NUM_WAITING = 4000
 VOCAB_SIZE = 50_000
 TOKEN, EOS, STOP_IDS = 7, 2, [3, 4, 5]  # TOKEN is what the model always says
+MIX = "a quarter with logprobs, penalties and min_tokens; all with a window group"
 RUNNING_COUNTS = (1, 8, 64, 256, 1024)
 
 Waiting = Literal["none", "blocked", "parked"]
 Collector = Literal["frozen", "untouched", "off"]
+
+
+class Case(NamedTuple):
+    num_running: int
+    waiting: Waiting = "none"
+    mixed: bool = False
+    collector: Collector = "frozen"
 
 
 class Load:
@@ -96,8 +104,9 @@ _LOGPROBS = TokenLogprobs(
 
 
 def _scheduler(num_running: int, mixed: bool) -> Scheduler:
-    """One with free slots, in which exactly `num_running` requests fit: the watermark holds back the blocks these
-    will grow into, so whoever comes later is blocked by capacity."""
+    """One with free slots, in which exactly `num_running` requests fit: the watermark holds back the blocks
+    these will grow into, so whoever comes later is blocked by capacity.
+    """
     window = 128
     specs = [KVCacheSpec(3, 64), *([KVCacheSpec(3, 64, sliding_window=window)] if mixed else [])]
     num_groups = len(specs)
@@ -140,60 +149,63 @@ def _request(request_id: str, number: int, *, mixed: bool = False, parked: bool 
     )
 
 
-def step_us(make: Callable[[], Load], collector: Collector = "frozen", repeats: int = REPEATS) -> float:
-    """Microseconds of a step: the best of `repeats` medians."""
-    best = float("inf")
-    for _ in range(repeats):
-        load = make()
-        gc.collect()
-        match collector:
-            case "frozen":
-                gc.freeze()
-            case "off":
-                gc.disable()
-        try:
-            best = min(best, statistics.median(load.step() for _ in range(STEPS)))
-        finally:
-            gc.unfreeze()
-            gc.enable()
-    return best * 1e6
+def median_step_us(load: Load, collector: Collector) -> float:
+    gc.collect()
+    if collector == "frozen":
+        gc.freeze()
+    elif collector == "off":
+        gc.disable()
+    try:
+        return statistics.median(load.step() for _ in range(STEPS)) * 1e6
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
-def measure(running_counts: Iterable[int] = RUNNING_COUNTS) -> dict[str, Any]:
+def best_step_us(cases: Iterable[Case]) -> dict[Case, float]:
+    """Microseconds of a step: the best of `REPEATS` medians. Cases take turns, so that a busy minute hurts all."""
+    best = dict.fromkeys(cases, float("inf"))
+    for _ in range(REPEATS):
+        for case in best:
+            load = Load(case.num_running, case.waiting, mixed=case.mixed)
+            best[case] = min(best[case], median_step_us(load, case.collector))
+    return best
+
+
+def measure() -> dict[str, Any]:
     """All figures, for people and programs alike."""
-    steps = {n: step_us(partial(Load, n)) for n in running_counts}
-    base = steps.get(256) or step_us(partial(Load, 256))
-    added = {kind: step_us(partial(Load, 256, kind)) - base for kind in ("blocked", "parked")}
+    by_count = best_step_us([Case(n) for n in RUNNING_COUNTS])
+    blocked, parked = Case(256, "blocked"), Case(256, "parked")
+    mixed = Case(256, mixed=True)
+    by_collector: list[Case] = [Case(256, collector=name) for name in ("frozen", "untouched", "off")]
+    us = best_step_us([*by_collector, blocked, parked, mixed])
+    added = {case.waiting: round(us[case] - us[Case(256)], 2) for case in (blocked, parked)}
     return {
-        "us_per_request_step": {str(n): round(us / n, 3) for n, us in steps.items()},
-        "us_per_step_at_1": round(steps.get(1) or step_us(partial(Load, 1)), 2),
-        "us_added_by_4000_waiting": round(max(added.values()), 2),
-        "us_added": {kind: round(us, 2) for kind, us in added.items()},
-        "us_per_request_step_mixed": round(step_us(partial(Load, 256, mixed=True)) / 256, 3),
-        "us_per_request_step_by_gc": {
-            "frozen": round(base / 256, 3),
-            "untouched": round(step_us(partial(Load, 256), "untouched") / 256, 3),
-            "off": round(step_us(partial(Load, 256), "off") / 256, 3),
+        "us_per_request_step": {
+            str(case.num_running): round(t / case.num_running, 3) for case, t in by_count.items()
         },
+        "us_per_step_at_1": round(by_count[Case(1)], 2),
+        "us_added_by_4000_waiting": max(added.values()),
+        "us_added": added,
+        "us_per_request_step_mixed": round(us[mixed] / 256, 3),
+        "us_per_request_step_by_gc": {case.collector: round(us[case] / 256, 3) for case in by_collector},
     }
 
 
 def table(figures: dict[str, Any]) -> str:
     """For people. Budgets stand beside what they bound."""
-    by_count = figures["us_per_request_step"]
     lines = ["running    us per request and step    us per step"]
-    lines += [f"{n:>7}    {us:>23.2f}    {us * int(n):>11.1f}" for n, us in by_count.items()]
+    for n, us in figures["us_per_request_step"].items():
+        lines.append(f"{n:>7}    {us:>23.2f}    {us * int(n):>11.1f}")
+    lines.append("budget: 1.00 us per request at 256 and at 1024\n")
+    added = figures["us_added"]
     gcs = ", ".join(f"{name} {us:.2f}" for name, us in figures["us_per_request_step_by_gc"].items())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"one request alone             {figures['us_per_step_at_1']:.1f} us a step (budget 20)",
-            f"{NUM_WAITING} waiting, blocked         {figures['us_added']['blocked']:+.1f} us a step (budget 20)",
-            f"{NUM_WAITING} waiting, parked          {figures['us_added']['parked']:+.1f} us a step (budget 20)",
-            f"256 running, a mix            {figures['us_per_request_step_mixed']:.2f} us per request: a quarter with",
-            "                              logprobs, penalties and min_tokens, all with a window group as well",
-            f"garbage collector, 256        {gcs}",
-            "budget per running request    1.00 us at 256 and at 1024",
-        ]
-    )
+    for what, figure in (
+        ("one request alone", f"{figures['us_per_step_at_1']:.1f} us a step (budget 20)"),
+        (f"{NUM_WAITING} waiting, blocked", f"{added['blocked']:+.1f} us a step (budget 20)"),
+        (f"{NUM_WAITING} waiting, parked", f"{added['parked']:+.1f} us a step (budget 20)"),
+        ("256 of a mix", f"{figures['us_per_request_step_mixed']:.2f} us per request: {MIX}"),
+        ("garbage collector, 256", gcs),
+    ):
+        lines.append(f"{what:<24} {figure}")
+    return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""`mainspring bench`: the measurements that ship. Tables for people; with `--json` one line on standard output."""
+"""`mainspring bench`: the measurements that ship. Tables for people; with `--json` one line on standard
+output.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def _throughput(argv: list[str]) -> int:
 
 
 def _show(table: str, figures: dict[str, object], as_json: bool) -> None:
-    """For people on standard output; if a program reads that, on standard error, and one line of JSON for it."""
+    """For people on standard output; for programs one line of JSON there, and the table on standard error."""
     print(table, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(figures))

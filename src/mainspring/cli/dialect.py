@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, command: str, description: str, examples: Sequence[str], argv: Sequence[str] = ()
     ) -> None:
-        """`examples`: arguments of the command, shown as lines to type. `argv`: says how much help to show."""
+        """`examples`: arguments of the command, shown as lines to type. `argv`: how much help to show."""
         super().__init__(
             prog=f"mainspring {command}",
             usage="%(prog)s [flags]",
