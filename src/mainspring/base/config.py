@@ -1,9 +1,10 @@
 """Settings: what was typed, what the model says, what the engine will do. Three types and one function.
 
-`EngineArgs` is what a user gives, under vLLM's names; None means "choose for me". `ModelFacts` is what the front end
-read from the model's file. `resolve` makes of both the frozen `EngineConfig`, reports everything that is wrong at once,
-and records the reason of every automatic choice in `EngineConfig.reasons`. What is only known after measuring (free
-memory, the number of blocks) is a result of `engine/build.py`, never a setting.
+`EngineArgs` is what a user gives, under vLLM's names; None means "choose for me". `ModelFacts` is what the
+front end read from the model's file. `resolve` makes of both the frozen `EngineConfig`, reports everything
+that is wrong at once, and records the reason of every automatic choice in `EngineConfig.reasons`. What is
+only known after measuring (free memory, the number of blocks) is a result of `engine/build.py`, never a
+setting.
 """
 
 from __future__ import annotations
@@ -40,31 +41,50 @@ class EngineArgs:
     kernels: Literal["auto", "native", "numpy"] = field(
         default="auto", metadata={"help": "auto: native where installed, else numpy"}
     )
-    num_threads: int | None = field(default=None, metadata={"help": "threads of the kernels; default: all cores allowed"})
+    num_threads: int | None = field(
+        default=None, metadata={"help": "threads of the kernels; default: all cores allowed"}
+    )
     seed: int = field(default=0, metadata={"help": "where seeds of requests without one are drawn from"})
     max_model_len: int | None = field(
-        default=None, metadata={"help": "longest prompt + output; default: the model's; -1 or auto: what fits in memory"}
+        default=None,
+        metadata={"help": "longest prompt + output; default: the model's; -1 or auto: what fits in memory"},
     )
     max_num_seqs: int | None = field(default=None, metadata={"help": "requests running at once"})
     max_num_batched_tokens: int | None = field(default=None, metadata={"help": "tokens computed in a step"})
     enable_chunked_prefill: bool = field(default=True, metadata={"help": "split prompts over steps"})
     long_prefill_token_threshold: int = field(
-        default=0, metadata={"help": "most tokens of one prompt in a step while others are there; 0: no limit"}
+        default=0,
+        metadata={"help": "most tokens of one prompt in a step while others are there; 0: no limit"},
     )
-    scheduling_policy: Literal["fcfs", "priority"] = field(default="fcfs", metadata={"help": "who is served first"})
+    scheduling_policy: Literal["fcfs", "priority"] = field(
+        default="fcfs", metadata={"help": "who is served first"}
+    )
     async_scheduling: bool = field(
         default=False, metadata={"help": "plan the next step while one runs (two steps in flight)"}
     )
     block_size: int = field(default=16, metadata={"help": "tokens in a KV block; a power of two"})
-    enable_prefix_caching: bool | None = field(default=None, metadata={"help": "share KV of equal beginnings; default: on"})
-    num_gpu_blocks_override: int | None = field(default=None, metadata={"help": "KV blocks, instead of measuring memory"})
-    kv_cache_memory_bytes: int | None = field(
-        default=None, metadata={"help": "memory of the KV pool; default on CPU: a quarter of what is free, at most 4 GiB"}
+    enable_prefix_caching: bool | None = field(
+        default=None, metadata={"help": "share KV of equal beginnings; default: on"}
     )
-    gpu_memory_utilization: float = field(default=0.92, metadata={"help": "share of a GPU's memory; no effect on a CPU"})
-    watermark: float = field(default=0.0, metadata={"help": "share of blocks kept free when admitting beside others"})
-    max_logprobs: int = field(default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"})
-    chat_template: str | None = field(default=None, metadata={"help": "template or its file, instead of the model's"})
+    num_gpu_blocks_override: int | None = field(
+        default=None, metadata={"help": "KV blocks, instead of measuring memory"}
+    )
+    kv_cache_memory_bytes: int | None = field(
+        default=None,
+        metadata={"help": "memory of the KV pool; default on CPU: a quarter of what is free, at most 4 GiB"},
+    )
+    gpu_memory_utilization: float = field(
+        default=0.92, metadata={"help": "share of a GPU's memory; no effect on a CPU"}
+    )
+    watermark: float = field(
+        default=0.0, metadata={"help": "share of blocks kept free when admitting beside others"}
+    )
+    max_logprobs: int = field(
+        default=20, metadata={"help": "most logprobs a request may ask for; -1: no limit"}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "template or its file, instead of the model's"}
+    )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
     executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
     tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
@@ -115,6 +135,7 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What `build_engine` needs, in any process."""
 
     model: str  # path of the model's file
+    vocab_size: int
     executor: str
     scheduler: SchedulerConfig
     block_size: int
@@ -144,8 +165,14 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
             wrong.append(message)
 
     for name, issue in NOT_YET.items():
-        require(getattr(args, name) == 1, f"{name} {getattr(args, name)} is not supported yet ({issue!r}); leave it at 1")
-    require(not args.trust_remote_code, "trust_remote_code: models are data here, no code of theirs is run; leave it out")
+        require(
+            getattr(args, name) == 1,
+            f"{name} {getattr(args, name)} is not supported yet ({issue!r}); leave it at 1",
+        )
+    require(
+        not args.trust_remote_code,
+        "trust_remote_code: models are data here, no code of theirs is run; leave it out",
+    )
 
     max_positions = model.max_position_embeddings
     fit = args.max_model_len == AUTO_MAX_MODEL_LEN
@@ -176,7 +203,7 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
     require(seqs >= 1, f"max_num_seqs {seqs} must be at least 1")
     require(
         not (tokens >= 1 and seqs >= 1) or tokens >= seqs,
-        f"max_num_batched_tokens {tokens} cannot feed max_num_seqs {seqs}: raise the first or lower the second",
+        f"max_num_batched_tokens {tokens} cannot feed max_num_seqs {seqs}: raise it or lower that",
     )
     require(
         args.enable_chunked_prefill or tokens >= max_model_len,
@@ -185,7 +212,8 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
     )
     require(args.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 (off) or more")
     require(
-        0.0 <= args.watermark < 1.0 and math.isfinite(args.watermark), f"watermark {args.watermark} must be in [0, 1)"
+        0.0 <= args.watermark < 1.0 and math.isfinite(args.watermark),
+        f"watermark {args.watermark} must be in [0, 1)",
     )
     require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
     for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes", "num_threads"):
@@ -205,12 +233,14 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
         value = getattr(args, name)
         require(value in choices, f"{name} {value!r} must be one of {', '.join(choices)}")
     require(
-        isinstance(args.seed, int) and -(2**63) <= args.seed < 2**63, f"seed {args.seed!r} must be a 64-bit integer"
+        isinstance(args.seed, int) and -(2**63) <= args.seed < 2**63,
+        f"seed {args.seed!r} must be a 64-bit integer",
     )
     if wrong:
         raise ConfigError("\n".join(wrong))
     return EngineConfig(
         model=model.path,
+        vocab_size=model.vocab_size,
         executor=args.executor,
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,

@@ -40,7 +40,9 @@ class EngineDeadError(EngineError, RuntimeError):
 def innermost(error: BaseException) -> str:
     """`Type: message (file:line)` of the first cause of `error`, the part that tells what to mend."""
     seen = {id(error)}
-    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+    while (
+        cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    ) is not None:
         if id(cause) in seen:
             break
         seen.add(id(cause))

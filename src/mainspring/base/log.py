@@ -1,7 +1,7 @@
 """One logger for the package, silent until somebody asks.
 
-`MAINSPRING_LOG_LEVEL` (debug, info, warning, error) sets the level; the default is `warning`, so a library user
-sees nothing but trouble. The CLI raises it to `info` with `--verbose`.
+`MAINSPRING_LOG_LEVEL` (debug, info, warning, error) sets the level; the default is `warning`, so a library
+user sees nothing but trouble. The CLI raises it to `info` with `--verbose`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """The words the floors speak: everything that may cross a process boundary.
 
 Theory of operation.
-- Every message is a `msgspec.Struct`, encoded as an array and not tracked by the garbage collector. A struct grows
-  at its end only, by fields with defaults, so that two versions can still talk; nothing is pickled.
-- A request is (tokens, num_computed_tokens). There are no phases: a prompt, a chunk of one, a resumed request and
-  the next token are all "tokens the model has not read yet".
-- A plan (`SchedulerOutput`) goes down, a `ModelRunnerOutput` comes back, one per step and in order. No field of
-  either holds the value of a token that is still on the device.
-- A row of a plan names a *slot*: a dense number below `max_num_seqs`, owned by the scheduler and used by workers as
-  the index of all their per-request state. A *generation* is the number of one stay in a slot; no two stays share
-  one, so a late result whose generation has passed is recognised and dropped.
+- Every message is a `msgspec.Struct`, encoded as an array and not tracked by the garbage collector. A struct
+  grows at its end only, by fields with defaults, so that two versions can still talk; nothing is pickled.
+- A request is (tokens, num_computed_tokens). There are no phases: a prompt, a chunk of one, a resumed request
+  and the next token are all "tokens the model has not read yet".
+- A plan (`SchedulerOutput`) goes down, a `ModelRunnerOutput` comes back, one per step and in order. No field
+  of either holds the value of a token that is still on the device.
+- A row of a plan names a *slot*: a dense number below `max_num_seqs`, owned by the scheduler and used by
+  workers as the index of all their per-request state. A *generation* is the number of one stay in a slot; no
+  two stays share one, so a late result whose generation has passed is recognised and dropped.
 
-Arrays that a plan and its successor share (`slots`, `num_scheduled_tokens`) are handed over: never change them.
+Arrays that a plan and its successor share (`slots`, `num_scheduled_tokens`) are handed over: never change
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FinishReason(IntEnum):
 
 
 class LoRARef(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """An adapter, by name and by the number of what was loaded under it: the same name may be loaded twice."""
+    """An adapter, by name and by the number of what was loaded under it: the same name may be loaded
+    twice."""
 
     name: str
     load_id: int
@@ -67,8 +69,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     priority: int = 0  # smaller first
     client_index: int = 0  # which front end receives its outputs
     cache_salt: str | None = None
-    # The journal: tokens the front end has already received from an earlier core. They count as output everywhere
-    # (penalties, limits, grammar, position of the noise) and are never sent again.
+    # The journal: tokens the front end has already received from an earlier core. They count as output
+    # everywhere (penalties, limits, grammar, position of the noise) and are never sent again.
     output_token_ids: list[int] = []
     structured_outputs: StructuredOutputsParams | None = None
     lora: LoRARef | None = None  # refused by name in InputProcessor until adapters exist
@@ -105,13 +107,15 @@ Command = ResetPrefixCache | GetStats | CheckHealth
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of consecutive positions, as arrays: objects are made only for who reads them.
 
-    Column 0 is the token that was sampled (for prompts: the token that stands there), then the best ones, best
-    first. All of float32's natural logarithms, taken before masks and penalties except the grammar's.
+    Column 0 is the token that was sampled (for prompts: the token that stands there), then the best ones,
+    best first. All of float32's natural logarithms, taken before masks and penalties except the grammar's.
     """
 
     token_ids: npt.NDArray[np.int32]  # [positions, 1 + k]
     logprobs: npt.NDArray[np.float32]  # [positions, 1 + k]
-    ranks: npt.NDArray[np.int32]  # [positions], 1 is the best: how many logits are at least as large as column 0's
+    ranks: npt.NDArray[
+        np.int32
+    ]  # [positions], 1 is the best: how many logits are at least as large as column 0's
 
 
 class EventType(IntEnum):
@@ -135,7 +139,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     new_logprobs: TokenLogprobs | None = None  # one position per new token
     prompt_logprobs: TokenLogprobs | None = None  # once, with the first output: prompt positions 1, 2, ...
     events: list[EngineCoreEvent] | None = None
-    num_cached_tokens: int | None = None  # once, with the first output: prompt tokens found at first admission
+    num_cached_tokens: int | None = (
+        None  # once, with the first output: prompt tokens found at first admission
+    )
     error: str | None = None  # the cause, where finish_reason is ERROR
 
 
@@ -201,9 +207,10 @@ class BlockCopy(NamedTuple):
 class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The plan of one step. Row i runs the next `num_scheduled_tokens[i]` unread tokens of slot `slots[i]`.
 
-    A worker keeps `num_computed_tokens` and the tokens of each slot itself and advances them by what the plan says.
-    A row whose tokens reach the last one the slot has samples the next (`sampling_rows` lists them, ascending).
-    Order within a step: forget `freed_slots`, take `new_requests`, append `new_blocks`, zero, copy, then compute.
+    A worker keeps `num_computed_tokens` and the tokens of each slot itself and advances them by what the plan
+    says. A row whose tokens reach the last one the slot has samples the next (`sampling_rows` lists them,
+    ascending). Order within a step: forget `freed_slots`, take `new_requests`, append `new_blocks`, zero,
+    copy, then compute.
     """
 
     step_id: int
@@ -212,7 +219,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     sampling_rows: list[int]
     num_tokens: int  # the sum over rows
     new_requests: list[NewRequestData] = []
-    freed_slots: list[int] = []  # finished, aborted or preempted since the last plan; may be taken again at once
+    freed_slots: list[
+        int
+    ] = []  # finished, aborted or preempted since the last plan; may be taken again at once
     new_blocks: list[BlockAppend] = []
     blocks_to_zero: list[int] = []
     blocks_to_copy: list[BlockCopy] = []
@@ -225,19 +234,23 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 
 class GrammarOutput(NamedTuple):
-    """The mask for a step's sampling: bit t of row i says whether token t may follow (little-endian int32 words)."""
+    """The mask for a step's sampling: bit t of row i says whether token t may follow (little-endian int32
+    words)."""
 
     rows: list[int]  # indices into the plan's rows
     bitmask: npt.NDArray[np.int32]  # [len(rows), ceil(vocab_size / 32)]
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What a step produced, aligned with the plan's rows. Ragged: a chunk yields none, a verified row several."""
+    """What a step produced, aligned with the plan's rows. Ragged: a chunk yields none, a verified row
+    several."""
 
     sampled_token_ids: list[list[int]]
     logprobs: dict[int, TokenLogprobs] = {}  # by row, where asked for; one position per sampled token
     prompt_logprobs: dict[int, TokenLogprobs] = {}  # by row, whole, in the step that ends the prompt
-    errors: dict[int, str] = {}  # by row: this request cannot go on (its token list is empty); others are fine
+    errors: dict[
+        int, str
+    ] = {}  # by row: this request cannot go on (its token list is empty); others are fine
     finished_recving: list[str] = []  # request ids whose remote KV has arrived
     failed_recving: list[str] = []  # request ids whose remote KV will never arrive
 
@@ -253,7 +266,9 @@ class KVCacheSpec(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     num_kv_heads: int
     head_size: int
     dtype_bytes: int = 4
-    sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it; None: all before it
+    sliding_window: int | None = (
+        None  # a token sees itself and the sliding_window - 1 before it; None: all before it
+    )
     causal: bool = True  # False anywhere turns chunked prefill and prefix caching off
 
     @property
@@ -286,7 +301,9 @@ class KVCacheConfig(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     @property
     def bytes_per_block(self) -> int:
         """Of all tensors together; specs of all groups have the same bytes per token."""
-        return self.num_tensors * self.block_size * max((g.spec.bytes_per_token for g in self.groups), default=0)
+        return (
+            self.num_tensors * self.block_size * max((g.spec.bytes_per_token for g in self.groups), default=0)
+        )
 
 
 CommandResult = Any  # what a command answers stands in its docstring

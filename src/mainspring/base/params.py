@@ -54,7 +54,9 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
     n: int = 1  # completions per prompt
     presence_penalty: float = 0.0  # taken once from the logit of each token already in the output; [-2, 2]
     frequency_penalty: float = 0.0  # taken per occurrence in the output; [-2, 2]
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output; > 0
+    repetition_penalty: float = (
+        1.0  # divides positive, multiplies negative logits of tokens in prompt or output; > 0
+    )
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off
@@ -132,7 +134,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower one or raise the other",
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it or raise that",
                 "min_tokens",
             )
         if self.logprobs is not None:
@@ -143,7 +145,9 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, -math.inf, math.inf, param="logit_bias")
         if self.logit_bias:
-            self.logit_bias = {token: min(100.0, max(-100.0, bias)) for token, bias in self.logit_bias.items()}
+            self.logit_bias = {
+                token: min(100.0, max(-100.0, bias)) for token, bias in self.logit_bias.items()
+            }
 
     def _judge_lists(self) -> None:
         for name in ("stop", "bad_words"):
@@ -151,19 +155,27 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
             if not all(isinstance(word, str) for word in words):
                 raise _refusal(name, "a list of strings", words)
             if "" in words:
-                raise RequestError(f"{name} has an empty string, which would match everywhere; leave it out", name)
+                raise RequestError(
+                    f"{name} has an empty string, which would match everywhere; leave it out", name
+                )
         if len(self.stop or ()) > MAX_STOP_STRINGS:
             raise RequestError(f"stop has {len(self.stop or ())} strings; at most {MAX_STOP_STRINGS}", "stop")
         if len(self.bad_words or ()) > MAX_BAD_WORDS:
-            raise RequestError(f"bad_words has {len(self.bad_words or ())} entries; at most {MAX_BAD_WORDS}", "bad_words")
+            raise RequestError(
+                f"bad_words has {len(self.bad_words or ())} entries; at most {MAX_BAD_WORDS}", "bad_words"
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 _integer(name, token, 0, None, "a list of token ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty, which allows nothing; leave it out or name ids", "allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids is empty, which allows nothing; leave it out or name ids",
+                "allowed_token_ids",
+            )
         if self.stop and not self.detokenize:
             raise RequestError(
-                "stop strings need text, and detokenize is False; use stop_token_ids or set detokenize=True", "stop"
+                "stop strings need text, and detokenize is False; use stop_token_ids or set detokenize=True",
+                "stop",
             )
 
 
@@ -192,5 +204,10 @@ def _number(
 def _integer(name: str, value: object, low: int, high: int | None, expected: str | None = None) -> None:
     if expected is None:
         expected = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         raise _refusal(name, expected, value)

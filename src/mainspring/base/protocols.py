@@ -28,7 +28,8 @@ class Grammar(Protocol):
     """What one request may still say. Fed the booked tokens, each once and in order."""
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next in `row`, [ceil(vocab_size / 32)] int32, clear the others."""
+        """Set the bits of the tokens that may come next in `row`, [ceil(vocab_size / 32)] int32, clear the
+        others."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, and no change, if it may not come here."""
@@ -59,8 +60,11 @@ class KVSource(Protocol):
     def num_matched_tokens(self, request: EngineCoreRequest, num_local_tokens: int) -> int:
         """How many tokens after the first `num_local_tokens` can be brought, a whole number of blocks."""
 
-    def start_load(self, request_id: str, block_ids: tuple[list[int], ...], start: int, num_tokens: int) -> None:
-        """Bring the KV of tokens [start, start + num_tokens) into the blocks; told to workers with the next plan."""
+    def start_load(
+        self, request_id: str, block_ids: tuple[list[int], ...], start: int, num_tokens: int
+    ) -> None:
+        """Bring the KV of tokens [start, start + num_tokens) into the blocks; told to workers with the next
+        plan."""
 
     def metadata(self) -> bytes | None:
         """What the next plan must carry, or None. Called once per plan: it takes what it returns."""
@@ -69,8 +73,8 @@ class KVSource(Protocol):
 class Executor(Protocol):
     """One or many workers, seen as one. Calls run in the order given; a future may be resolved late.
 
-    Order of a step: `execute_model(plan)`, then, if `plan.sampling_rows`, `sample_tokens(mask)`. The result is the
-    future of the last of them; before the next `execute_model` the sampling of this one has been sent.
+    Order of a step: `execute_model(plan)`, then, if `plan.sampling_rows`, `sample_tokens(mask)`. The result
+    is the future of the last of them; before the next `execute_model` the sampling of this one has been sent.
     """
 
     def get_kv_cache_specs(self) -> list[KVCacheSpec]:
@@ -82,8 +86,11 @@ class Executor(Protocol):
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the pool and warm up. Once, before the first plan."""
 
-    def execute_model(self, plan: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
-        """Run the forward pass; None when sampling is still to come, else (no sampling rows) the step's result."""
+    def execute_model(
+        self, plan: SchedulerOutput, non_block: bool = True
+    ) -> Future[ModelRunnerOutput | None]:
+        """Run the forward pass; None when sampling is still to come, else (no sampling rows) the step's
+        result."""
 
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         """Sample what the last `execute_model` left; the step's result."""

@@ -1,0 +1,225 @@
+"""The inner loop: plan, run, book. `EngineCore.step` is the whole of what happens each step.
+
+With `depth` 1 a step is planned, run and booked before the next. With more, that many are in flight: while
+one runs, the next is planned and the last is booked; a pipeline of workers needs as many as it has stages. It
+is one loop for all; only a step whose mask needs a token that is not booked yet holds the filling up.
+
+It knows no tokenizer, socket or process: `EngineCoreProc` wraps it where it has a process of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import assert_never
+
+from mainspring.base.errors import EngineDeadError, innermost
+from mainspring.base.messages import (
+    CheckHealth,
+    Command,
+    CommandResult,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    GetStats,
+    ModelRunnerOutput,
+    ResetPrefixCache,
+    SchedulerOutput,
+)
+from mainspring.base.protocols import Executor, Grammar, GrammarCompiler
+from mainspring.core.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+YIELD_S = 0.001  # what a step that ran nothing leaves to the threads it waits for
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    plan: SchedulerOutput
+    forward: Future[ModelRunnerOutput | None]
+    sampling: Future[ModelRunnerOutput] | None = None  # None: nothing to sample, or its mask is not ready
+    waits_for_mask: bool = False
+
+    def result(self) -> ModelRunnerOutput:
+        forward = (
+            self.forward.result()
+        )  # also where sampling follows: a failure of the forward pass is the cause
+        result = self.sampling.result() if self.sampling is not None else forward
+        assert result is not None, f"step {self.plan.step_id} came back without a result"
+        return result
+
+
+class EngineCore:
+    """`add_request`, `abort_requests`, `call` and `step` are for the thread that runs the loop; another
+    thread may only put lists of request ids into `aborts_queue`, and report a dead worker."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int = 1,
+        grammars: GrammarCompiler | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self.aborts_queue: SimpleQueue[list[str]] = SimpleQueue()
+        self._grammars = grammars
+        self._compiling: dict[str, Future[Grammar]] = {}
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._sleep = sleep
+        self._dead: str | None = None
+        self._executor_failure: str | None = None
+        executor.register_failure_callback(self._executor_failed)
+
+    # -- requests and commands -------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._check_alive()
+        self.scheduler.add_request(request)
+        if request.structured_outputs is not None and request.request_id in self.scheduler.parked:
+            if self._grammars is None:
+                self.scheduler.fail_request(request.request_id, "this engine has no grammar compiler")
+            else:
+                self._compiling[request.request_id] = self._grammars.compile(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Idempotent, and ids that are not known are ignored. An aborted request is not spoken of again."""
+        self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+
+    def call(self, command: Command) -> CommandResult:
+        self._check_alive()
+        match command:
+            case ResetPrefixCache(reset_running_requests):
+                return self.scheduler.reset_prefix_cache(reset_running_requests)
+            case GetStats():
+                return self.scheduler.stats()
+            case CheckHealth():
+                return all(self.executor.call(command))
+            case forgotten:
+                assert_never(forgotten)
+
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Run until the oldest step in flight is booked; what there is to say, by client.
+
+        Any exception in here ends the core: it is logged with the plans in flight and raised as
+        `EngineDeadError`, now and at every later call.
+        """
+        self._check_alive()
+        try:
+            return self._step()
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _step(self) -> dict[int, EngineCoreOutputs]:
+        self._take_compiled_grammars()
+        self._fill()
+        if not self._in_flight:
+            return self._ran_nothing()
+        step = self._in_flight[0]
+        result = step.result()
+        self._process_aborts_queue()
+        outputs = self.scheduler.update_from_output(step.plan, result)
+        self._in_flight.popleft()
+        if self._in_flight and self._in_flight[-1].waits_for_mask:
+            self._send_sampling(self._in_flight[-1])
+        if step.plan.num_tokens == 0:
+            self._sleep(YIELD_S)
+        return outputs
+
+    def _fill(self) -> None:
+        """Plan and send steps until `depth` are in flight, one waits for its mask, or there is nothing to
+        run."""
+        while len(self._in_flight) < self.depth and not (
+            self._in_flight and self._in_flight[-1].waits_for_mask
+        ):
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            step = _StepInFlight(plan, self.executor.execute_model(plan, non_block=True))
+            self._in_flight.append(step)
+            self._send_sampling(step)
+
+    def _send_sampling(self, step: _StepInFlight) -> None:
+        """The mask is made while the device runs the forward pass."""
+        if not step.plan.sampling_rows:
+            return
+        step.waits_for_mask = not self.scheduler.is_mask_ready(step.plan)
+        if not step.waits_for_mask:
+            mask = self.scheduler.get_grammar_bitmask(step.plan)
+            step.sampling = self.executor.sample_tokens(mask, non_block=True)
+
+    def _ran_nothing(self) -> dict[int, EngineCoreOutputs]:
+        """Requests that wait for an event leave the CPU to whoever brings it."""
+        outputs = self.scheduler.take_outputs()
+        if not outputs and self.scheduler.has_requests():
+            self._sleep(YIELD_S)
+        return outputs
+
+    def _process_aborts_queue(self) -> None:
+        """Aborts that arrived while the step ran are honoured before its outputs are booked."""
+        while True:
+            try:
+                self.abort_requests(self.aborts_queue.get_nowait())
+            except Empty:
+                return
+
+    def _take_compiled_grammars(self) -> None:
+        for request_id in [request_id for request_id, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(request_id)
+            if (error := future.exception()) is not None:
+                self.scheduler.fail_request(request_id, f"its grammar does not compile: {innermost(error)}")
+            else:
+                self.scheduler.set_grammar(request_id, future.result())
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _executor_failed(self, cause: str) -> None:
+        self._executor_failure = cause
+
+    def _check_alive(self) -> None:
+        if self._dead is None and self._executor_failure is not None:
+            self._dead = f"a worker has died: {self._executor_failure}"
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        self._dead = f"the engine core has ended: {innermost(error)}"
+        logger.error("%s; in flight: %s", self._dead, [_describe(step.plan) for step in self._in_flight])
+        return EngineDeadError(self._dead)
+
+    def check(self) -> None:
+        """Assert what must hold between two steps. For tests."""
+        self.scheduler.check()
+        assert len(self._in_flight) <= self.depth
+        assert not any(step.waits_for_mask for step in list(self._in_flight)[:-1]), (
+            "a step overtook a waiting one"
+        )
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        self._compiling.clear()
+        if self._grammars is not None:
+            self._grammars.close()
+        self.executor.close()
+
+
+def _describe(plan: SchedulerOutput) -> str:
+    """A plan in numbers, without a client's text."""
+    return (
+        f"step {plan.step_id}: {plan.num_rows} rows, {plan.num_tokens} tokens, {len(plan.new_requests)} new, "
+        f"{sum(len(append.block_ids) for append in plan.new_blocks)} new blocks"
+    )
