@@ -109,8 +109,8 @@ def adapt_to_model(config: SchedulerConfig, specs: Sequence[KVCacheSpec]) -> Sch
     logger.info("chunked prefill and prefix caching are off: the model has layers that are not causal")
     if config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens} must hold a whole prompt of max_model_len "
-            f"{config.max_model_len}, for the model has layers that are not causal: raise it or lower that"
+            f"the model has layers that are not causal, so max_num_batched_tokens {config.max_num_batched_tokens} "
+            f"must hold a whole prompt of max_model_len {config.max_model_len}: raise it or lower that"
         )
     return replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
 
@@ -167,9 +167,9 @@ def fit_max_model_len(config: EngineConfig, kv_config: KVCacheConfig, max_in_fli
     needed = blocks_for(kv_config, wanted, max_in_flight_tokens)
     if not config.fit_max_model_len or fits < 1:
         raise ConfigError(
-            f"the KV cache has {usable} usable blocks ({usable * kv_config.bytes_per_block} bytes) and one sequence "
-            f"of max_model_len {wanted} takes {needed} ({needed * kv_config.bytes_per_block} bytes): set "
-            f"max_model_len to {fits} or less (auto: what fits), or raise kv_cache_memory_bytes or "
+            f"the KV cache has {usable} usable blocks ({usable * kv_config.bytes_per_block} bytes) and one "
+            f"sequence of max_model_len {wanted} takes {needed} ({needed * kv_config.bytes_per_block} bytes): "
+            f"set max_model_len to {fits} or less (auto: what fits), or raise kv_cache_memory_bytes or "
             "num_gpu_blocks_override"
         )
     logger.info("max_model_len is lowered from %d to %d, which the KV cache can hold", wanted, fits)
