@@ -94,9 +94,9 @@ class InputBatch:
             ),
         )
 
-    def advance(self, plan: SchedulerOutput) -> None:
-        """The plan's tokens are computed."""
-        self.num_computed_tokens[plan.slots] += np.array(plan.num_scheduled_tokens, dtype=np.int32)
+    def advance(self, plan: SchedulerOutput, batch: Batch) -> None:
+        """The plan's tokens are computed; `batch` was built from it."""
+        self.num_computed_tokens[plan.slots] = batch.seq_lens
 
     def append_token(self, slot: int, token_id: int) -> None:
         """A token was sampled for the request in `slot`."""

@@ -106,7 +106,7 @@ class ModelRunner:
         hidden = self.model.forward(batch)
         if self.batch.watched:
             self._serve_watched(plan, batch, hidden, output)
-        self.batch.advance(plan)
+        self.batch.advance(plan, batch)
         if not plan.sampling_rows:
             return output
         last = batch.query_start_loc[1:][plan.sampling_rows] - 1

@@ -53,7 +53,9 @@ LOGPROB_FLOOR = -9999.0  # of a token that a mask forbids: JSON has no -Infinity
 _UINT64 = 2**64 - 1
 _PRUNE_ABOVE = 512  # with fewer tokens, computing every noise is cheaper than deciding which to leave out
 _NEG_INF = np.float32(-np.inf)
-_LOWEST_FINITE = float(np.finfo(np.float32).min)
+_NUCLEUS_BUCKETS = 1024
+_NUCLEUS_DEPTH = 32.0  # what is this far below the best shares the last bucket
+_GROUP = 64
 
 
 class SamplingError(EngineError):
@@ -320,7 +322,7 @@ def surviving_ids(
     if 0 < top_k < len(logits):
         # Ties at the threshold all stay. That min_p came first changes nothing: the k largest of what it
         # left are the k largest of all, or all it left.
-        lowest = max(lowest, float(np.partition(logits, len(logits) - top_k)[len(logits) - top_k]))
+        lowest = max(lowest, float(kth_largest(logits, top_k)))
     ids = None
     if lowest > -math.inf:
         ids = np.flatnonzero(logits >= np.float32(lowest))
@@ -330,28 +332,40 @@ def surviving_ids(
     return ids
 
 
-def nucleus(logits: FloatArray, largest: float, top_p: float) -> IdArray:
-    """Indices, ascending, of the fewest tokens that together have the probability `top_p`, the best ones
-    first.
+def kth_largest(logits: FloatArray, k: int) -> np.float32:
+    """The k-th largest, ties counted, 1 <= k <= len(logits)."""
+    num_groups = len(logits) // _GROUP
+    if k <= num_groups // 2:
+        # The k-th largest of the groups' maxima is a bound: k logits at least are as large.
+        maxima = logits[: num_groups * _GROUP].reshape(num_groups, _GROUP).max(axis=1)
+        logits = logits[logits >= np.partition(maxima, num_groups - k)[num_groups - k]]
+    kth: np.float32 = np.partition(logits, len(logits) - k)[len(logits) - k]
+    return kth
 
-    The token that crosses the line stays; among equals on the line the lower ids do.
+
+def nucleus(logits: FloatArray, largest: float, top_p: float) -> IdArray:
+    """Indices, ascending, of the fewest tokens that together have the probability `top_p`.
+
+    The best come first, and the token that crosses the line stays; among equals on the line the lower ids do. Only tokens near the line
+    are sorted: buckets of the logits' range say where it is.
     """
     top = np.float32(largest)
-    needed = top_p * float(np.exp(logits - top).sum(dtype=np.float64))
-    # Only the heaviest can belong, so few need sorting: look no further down than holds the mass.
-    for reach in (3.0, 6.0, 12.0, math.inf):
-        near = np.flatnonzero(logits >= np.float32(max(largest - reach, _LOWEST_FINITE)))
-        descending = np.sort(logits[near])[::-1]
-        mass = np.cumsum(np.exp(descending - top), dtype=np.float64)
-        if mass[-1] >= needed:
-            break
-    num_kept = min(
-        int(np.searchsorted(mass, needed)) + 1, len(near)
-    )  # those whose betters hold less than needed
+    depth = max(1e-30, min(largest - float(logits.min()), _NUCLEUS_DEPTH))
+    below = np.minimum(
+        (top - logits) * np.float32(_NUCLEUS_BUCKETS / depth), np.float32(_NUCLEUS_BUCKETS - 1)
+    )
+    bucket = below.astype(np.intp)  # equal logits share one, and a better logit is never in a later one
+    mass = np.cumsum(np.bincount(bucket, np.exp(logits - top)))
+    needed = top_p * mass[-1]
+    crossing = int(np.searchsorted(mass, needed))
+    descending = np.sort(logits[bucket == crossing])[::-1]
+    mass_above = mass[crossing - 1] if crossing else 0.0
+    running = mass_above + np.cumsum(np.exp(descending - top), dtype=np.float64)
+    num_kept = min(int(np.searchsorted(running, needed)) + 1, len(descending))
     line = descending[num_kept - 1]
-    num_above = len(near) - int(np.searchsorted(descending[::-1], line, side="right"))
-    on_line = near[logits[near] == line][: num_kept - num_above]
-    return np.sort(np.concatenate([near[logits[near] > line], on_line]))
+    kept = logits > line
+    kept[np.flatnonzero(logits == line)[: num_kept - np.count_nonzero(descending > line)]] = True
+    return np.flatnonzero(kept)
 
 
 def gumbel_argmax(logits: FloatArray, ids: IdArray | None, seed: int, position: int) -> int:
@@ -459,6 +473,6 @@ def best_ids(logits: FloatArray, k: int) -> IdArray:
     if k == 0:
         return np.empty(0, dtype=np.int64)
     vocab_size = len(logits)
-    line = np.partition(logits, vocab_size - k)[vocab_size - k] if k < vocab_size else _NEG_INF
+    line = kth_largest(logits, k) if k < vocab_size else _NEG_INF
     ids = np.flatnonzero(logits >= line)
     return ids[np.argsort(-logits[ids], kind="stable")[:k]]
