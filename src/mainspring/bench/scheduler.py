@@ -163,7 +163,7 @@ def median_step_us(load: Load, collector: Collector) -> float:
 
 
 def best_step_us(cases: Iterable[Case]) -> dict[Case, float]:
-    """Microseconds of a step: the best of `REPEATS` medians. Cases take turns, so that a busy minute hurts all."""
+    """Microseconds of a step, the best of `REPEATS` medians. Cases take turns: a busy minute hurts all."""
     best = dict.fromkeys(cases, float("inf"))
     for _ in range(REPEATS):
         for case in best:
@@ -181,15 +181,17 @@ def measure() -> dict[str, Any]:
     us = best_step_us([*by_collector, blocked, parked, mixed])
     added = {case.waiting: round(us[case] - us[Case(256)], 2) for case in (blocked, parked)}
     return {
-        "us_per_request_step": {
-            str(case.num_running): round(t / case.num_running, 3) for case, t in by_count.items()
-        },
+        "us_per_request_step": {str(case.num_running): _each(case, t) for case, t in by_count.items()},
         "us_per_step_at_1": round(by_count[Case(1)], 2),
         "us_added_by_4000_waiting": max(added.values()),
         "us_added": added,
-        "us_per_request_step_mixed": round(us[mixed] / 256, 3),
-        "us_per_request_step_by_gc": {case.collector: round(us[case] / 256, 3) for case in by_collector},
+        "us_per_request_step_mixed": _each(mixed, us[mixed]),
+        "us_per_request_step_by_gc": {case.collector: _each(case, us[case]) for case in by_collector},
     }
+
+
+def _each(case: Case, us: float) -> float:
+    return round(us / case.num_running, 3)
 
 
 def table(figures: dict[str, Any]) -> str:

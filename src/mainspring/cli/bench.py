@@ -6,14 +6,25 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
+from dataclasses import fields
 
+from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments, nearest
+from mainspring.cli.dialect import (
+    Parser,
+    add_common_flags,
+    add_engine_flags,
+    add_flag,
+    engine_arguments,
+    nearest,
+)
 
 BENCHES = {
     "scheduler": "what a step costs in bookkeeping alone; needs no model",
-    "throughput": "prefill, decode, memory and start-up with a real model",
+    "throughput": "prefill, decode and memory with a real model",
+    "startup": "import, first token, size of the install",
 }
 
 
@@ -28,6 +39,8 @@ def run(argv: list[str]) -> int:
             return _scheduler(rest)
         case "throughput":
             return _throughput(rest)
+        case "startup":
+            return _startup(rest)
     near = nearest(name, BENCHES)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
     raise ConfigError(f"unknown benchmark {name!r}; {hint}")
@@ -47,25 +60,43 @@ def _scheduler(argv: list[str]) -> int:
 def _throughput(argv: list[str]) -> int:
     examples = ("", "--kernels numpy --repeats 3 --json")
     parser = Parser("bench throughput", f"Measure {BENCHES['throughput']}.", examples, argv)
-    group = parser.add_argument_group("the measurement")
-    group.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        metavar="N",
-        help="each figure is the median of so many runs (default: 5)",
-    )
+    _add_repeats(parser)
     add_engine_flags(parser)
     add_common_flags(parser)
     given = parser.read(argv)
     set_up_logging("info" if given.verbose else None)
-    if given.repeats < 1:
-        raise ConfigError(f"--repeats {given.repeats} must be at least 1")
     from mainspring.bench import throughput
 
-    figures = throughput.measure(engine_arguments(given), given.repeats)
+    figures = throughput.measure(_repeats(given), engine_arguments(given))
     _show(throughput.table(figures), figures, given.json)
     return 0
+
+
+def _startup(argv: list[str]) -> int:
+    parser = Parser("bench startup", f"Measure {BENCHES['startup']}.", ("", "--json"), argv)
+    _add_repeats(parser)
+    leave_out = {field.name for field in fields(EngineArgs)} - {"model", "kernels"}
+    add_engine_flags(parser, leave_out)
+    add_common_flags(parser)
+    given = parser.read(argv)
+    from mainspring.bench import startup
+
+    args = EngineArgs.from_mapping(engine_arguments(given))
+    figures = startup.measure(_repeats(given), args.model, args.kernels)
+    _show(startup.table(figures), figures, given.json)
+    return 0
+
+
+def _add_repeats(parser: Parser) -> None:
+    group = parser.add_argument_group("the measurement")
+    add_flag(group, "repeats", int, "each figure is the median of so many runs (default: 5)", default=5)
+
+
+def _repeats(given: Namespace) -> int:
+    repeats: int = given.repeats
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} must be at least 1")
+    return repeats
 
 
 def _show(table: str, figures: dict[str, object], as_json: bool) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mainspring import __version__
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.cli.dialect import nearest
 
@@ -60,9 +61,7 @@ def _run(argv: list[str]) -> int:
         print(_help())
         return 0
     if argv[0] in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(f"mainspring {version('mainspring')}")
+        print(f"mainspring {__version__}")
         return 0
     name, *rest = argv
     if name not in COMMANDS:

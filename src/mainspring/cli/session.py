@@ -12,7 +12,7 @@ import msgspec
 
 from mainspring.base.errors import EngineError
 from mainspring.base.log import set_up_logging
-from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.base.params import SamplingParams
 from mainspring.cli.dialect import engine_arguments
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def open_model(given: argparse.Namespace) -> LLM:
 
 def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[str | Answer, None, None]:
     """The text as it comes, and last the whole `Answer`. Closing the iterator aborts the request."""
-    params = msgspec.structs.replace(params, output_kind=RequestOutputKind.DELTA)
     pieces: list[CompletionOutput] = []
     with closing(llm.generate_stream(prompt, params)) as stream:
         for output in stream:
