@@ -1,0 +1,297 @@
+"""A prompt and what is wanted of it, to requests for the core. The last place where a caller's mistake is
+the caller's.
+
+Rules.
+1. Everything a caller gives is judged here, before the core hears of it, and refused by name
+   (`RequestError.param`). What `SamplingParams` can judge alone it has judged already, and judges again,
+   for the object may have been changed.
+2. A caller's objects are copied, never changed and never kept.
+3. `max_tokens` is an upper bound: it is lowered to what `max_model_len` leaves. `min_tokens` is a demand:
+   where there is no room for it, it is refused.
+4. The result is complete: seed, limits, end tokens and bad words are resolved to numbers, so another core,
+   later, does the same with it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from mainspring.base.config import ModelFacts
+from mainspring.base.errors import RequestError
+from mainspring.base.messages import EngineCoreRequest
+from mainspring.base.params import SamplingParams
+from mainspring.base.protocols import Clock
+from mainspring.frontend.detokenizer import special_texts
+from mainspring.frontend.parallel_sampling import fan_out
+
+if TYPE_CHECKING:
+    from mainspring.frontend.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text; token ids; {"prompt": text}; or {"prompt_token_ids": ids}, to which "prompt" may add the text they
+stand for. Both mappings may have a "cache_salt"."""
+
+PROMPT_FORMS = 'a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+MAX_STOP_CHARS = 16_384  # of all stop strings together: the search keeps a state per character
+
+
+class ProcessedInput(NamedTuple):
+    prompt: str | None  # None where only ids were given
+    requests: list[EngineCoreRequest]  # one for each of `n` answers
+
+
+class InputProcessor:
+    """Knows the model's facts and the engine's limits; its only state is where the next seed comes from."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        max_model_len: int,
+        tokenizer: Tokenizer | None,
+        *,
+        max_logprobs: int = 20,
+        seed: int = 0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._facts = facts
+        self._max_model_len = max_model_len
+        self._tokenizer = tokenizer
+        self._max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)
+        self._clock = clock
+        self._special_texts = {} if tokenizer is None else special_texts(tokenizer)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> ProcessedInput:
+        """Raises `RequestError`, one line that names the parameter at fault and the way out."""
+        arrival_time_s = self._clock()
+        params = self._copy(params)
+        text, prompt_token_ids, salt = self._read_prompt(prompt)
+        self._fit(params, len(prompt_token_ids))
+        self._judge_text_params(params)
+        self._judge_ids(params)
+        self._judge_logprobs(params)
+        bad_words = self._bad_words(params.bad_words or [])
+        eos_token_id, stop_token_ids = self._end_tokens(params)
+        _refuse_contradictions(params, bad_words, {*stop_token_ids, eos_token_id})
+        if params.seed is None:
+            params.seed = self._seeds.getrandbits(63)
+        request = EngineCoreRequest(
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            eos_token_id=eos_token_id,
+            stop_token_ids=stop_token_ids,
+            bad_words_token_ids=bad_words,
+            arrival_time_s=arrival_time_s,
+            priority=_priority(priority),
+            cache_salt=_cache_salt(cache_salt if salt is None else salt),
+        )
+        requests = fan_out(request)
+        for child in requests:
+            _decide_cache_reading(child.sampling_params)
+        return ProcessedInput(text, requests)
+
+    def _copy(self, params: SamplingParams) -> SamplingParams:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
+            )
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs are not supported yet; leave them out", "structured_outputs"
+            )
+        params = msgspec.structs.replace(params)
+        if params.allowed_token_ids is not None:
+            params.allowed_token_ids = list(params.allowed_token_ids)
+        return params
+
+    # --- the prompt ---------------------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text if known, ids, and the salt if the prompt carries one."""
+        salt = None
+        text: object = None
+        ids: object = prompt
+        if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in PROMPT_KEYS:
+                    raise RequestError(
+                        f"prompt has the key {key!r}, which is not supported; give {PROMPT_FORMS}", "prompt"
+                    )
+            text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt must be {PROMPT_FORMS}, got {type(text).__name__} as text", "prompt")
+        if ids is None:
+            if text is None:
+                raise RequestError(f"prompt must be {PROMPT_FORMS}, got {_shown(prompt)}", "prompt")
+            ids = self._encode(text)
+        return text, self._judge_prompt_ids(ids), salt
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(
+                "prompt is text, and the engine was started with skip_tokenizer_init; give prompt_token_ids",
+                "prompt",
+            )
+        return self._tokenizer.encode(text)
+
+    def _judge_prompt_ids(self, ids: object) -> list[int]:
+        if not isinstance(ids, list | tuple):
+            raise RequestError(f"prompt must be {PROMPT_FORMS}, got {_shown(ids)}", "prompt")
+        if not ids:
+            # Judged by ids, not by text: text of which no byte has a token is as empty as none.
+            raise RequestError("prompt is empty: it has no token; give at least one", "prompt")
+        if set(map(type, ids)) != {int}:
+            wrong = next(i for i in ids if type(i) is not int)
+            raise RequestError(f"prompt_token_ids must be integers, got {_shown(wrong)}", "prompt_token_ids")
+        self._judge_range("prompt_token_ids", ids)
+        return list(ids)
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"prompt has {num_prompt_tokens} tokens, and max_model_len {self._max_model_len} leaves no "
+                f"room for an answer; shorten the prompt or raise max_model_len",
+                "prompt",
+            )
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens {params.min_tokens} do not fit: after {num_prompt_tokens} prompt tokens "
+                f"max_model_len {self._max_model_len} leaves {room}; lower it, shorten the prompt or raise "
+                f"max_model_len",
+                "min_tokens",
+            )
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+
+    # --- parameters that need the vocabulary ----------------------------------------------------------------
+
+    def _judge_text_params(self, params: SamplingParams) -> None:
+        if self._tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise RequestError(
+                        f"{name} needs a tokenizer, and the engine was started with skip_tokenizer_init; "
+                        f"leave it out",
+                        name,
+                    )
+        if (num_chars := sum(map(len, params.stop or ()))) > MAX_STOP_CHARS:
+            raise RequestError(f"stop has {num_chars} characters in all; at most {MAX_STOP_CHARS}", "stop")
+
+    def _judge_ids(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if ids := getattr(params, name):
+                self._judge_range(name, ids)
+
+    def _judge_range(self, name: str, ids: Iterable[int]) -> None:
+        vocab_size = self._facts.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise RequestError(
+                f"{name} has {wrong}, which is no token: ids go from 0 to {vocab_size - 1}", name
+            )
+
+    def _judge_logprobs(self, params: SamplingParams) -> None:
+        limit = self._facts.vocab_size if self._max_logprobs == -1 else self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            count = self._facts.vocab_size if asked == -1 else asked
+            if count is not None and count > limit:
+                shown = f"-1 (all {count})" if asked == -1 else str(asked)
+                raise RequestError(
+                    f"{name} {shown} is above max_logprobs {limit}; ask for fewer, or start the engine with "
+                    f"max_logprobs={asked}",
+                    name,
+                )
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Every word as it is and as it stands after a space, for both are that word to a reader (case
+        B107)."""
+        banned: list[list[int]] = []
+        for word in words:
+            assert self._tokenizer is not None, "refused by _judge_text_params"
+            plain = self._tokenizer.encode(word, add_special_tokens=False)
+            if not plain:
+                raise RequestError(
+                    f"bad_words has {_shown(word)}, which has no token; leave it out", "bad_words"
+                )
+            spaced = self._tokenizer.encode(f" {word}", add_special_tokens=False)
+            banned += [form for form in (plain, spaced) if form not in banned]
+        self._judge_range("bad_words", [i for form in banned for i in form] or [0])
+        return banned
+
+    def _end_tokens(self, params: SamplingParams) -> tuple[int | None, list[int]]:
+        """*The* EOS, and everything else that ends the answer.
+
+        Special tokens are not in the text, so a stop string that is one ends the answer by its id (case
+        B080).
+        """
+        eos = self._facts.eos_token_ids
+        eos_token_id = eos[0] if eos and not params.ignore_eos else None
+        ends = dict.fromkeys(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            ends.update(dict.fromkeys(eos[1:]))
+        ends.update(
+            dict.fromkeys(self._special_texts[s] for s in params.stop or () if s in self._special_texts)
+        )
+        return eos_token_id, [i for i in ends if i != eos_token_id]
+
+
+def _decide_cache_reading(params: SamplingParams) -> None:
+    """A cached token has no logits any more: what is asked of each prompt token must be computed (case B091)."""
+    if params.skip_reading_prefix_cache is None:
+        params.skip_reading_prefix_cache = params.prompt_logprobs is not None
+
+
+def _refuse_contradictions(params: SamplingParams, bad_words: list[list[int]], ends: set[int | None]) -> None:
+    """Two masks that together leave no token at all (case B109), as far as that can be known beforehand."""
+    if params.allowed_token_ids is None:
+        return
+    allowed = set(params.allowed_token_ids)
+    allowed -= {form[0] for form in bad_words if len(form) == 1}
+    if not allowed:
+        raise RequestError(
+            "allowed_token_ids are all forbidden by bad_words, so no token could follow; relax one of them",
+            "allowed_token_ids",
+        )
+    if params.min_tokens > 0 and allowed <= ends:
+        raise RequestError(
+            f"allowed_token_ids has only tokens that end the answer, which min_tokens {params.min_tokens} "
+            f"forbids; allow others or leave min_tokens at 0",
+            "allowed_token_ids",
+        )
+
+
+def _priority(priority: object) -> int:
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        raise RequestError(f"priority must be an integer of 64 bits, got {_shown(priority)}", "priority")
+    return priority
+
+
+def _cache_salt(salt: object) -> str | None:
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a string that is not empty, or None, got {_shown(salt)}", "cache_salt"
+        )
+    return salt
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

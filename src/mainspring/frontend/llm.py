@@ -1,0 +1,350 @@
+"""The library's front door: prompts in, answers out, in the same order.
+
+Every call adds its requests, steps the engine until they are done, and leaves nothing behind, however it
+ends: what is not finished when the call is left (an error, Ctrl-C, a closed iterator) is aborted.
+
+Calls may come from several threads. Whoever waits steps the engine for all, one at a time, and each output
+goes to the inbox of the call it belongs to; so calls share batches, and a caller who is slow to read delays
+nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mainspring.base.config import EngineArgs
+from mainspring.base.errors import ConfigError, EngineError, RequestError
+from mainspring.base.outputs import RequestOutput
+from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.frontend.input_processor import Prompt
+from mainspring.frontend.llm_engine import LLMEngine
+
+if TYPE_CHECKING:
+    from mainspring.frontend.chat_template import ChatTemplate
+    from mainspring.frontend.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+MakeBar = Callable[..., Any]  # makes a progress bar, as tqdm does
+
+
+class _Call:
+    """The requests of one call that are not finished, and what came for them and was not read."""
+
+    def __init__(self) -> None:
+        self.unfinished: set[str] = set()
+        self.inbox: deque[RequestOutput] = deque()
+
+
+class LLM:
+    """A model, ready to answer.
+
+    `model` is a name of the catalogue (fetched on first use) or the path of a GGUF file; everything else is
+    a field of `EngineArgs`, by name. Raises `ConfigError` for settings, `CheckpointError` for the model's
+    file.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
+        if model is not None:
+            engine_args["model"] = os.fspath(model)
+        args = EngineArgs.from_mapping(engine_args)
+        self._set_up(LLMEngine.from_engine_args(args), args.chat_template)
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine, chat_template: str | None = None) -> LLM:
+        """Around an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, chat_template)
+        return llm
+
+    def _set_up(self, engine: LLMEngine, chat_template: str | None) -> None:
+        self.llm_engine = engine
+        self._chat_template = chat_template
+        self._templates: dict[str | None, ChatTemplate] = {}
+        self._lock = threading.Lock()  # around every use of the engine
+        self._request_ids = map(str, itertools.count())  # never used twice, also not after a failed call
+        self._calls: dict[str, _Call] = {}  # by request id
+
+    # --- answers --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        lora_request: object = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: text, a list of token ids, or a mapping (see `Prompt`).
+
+        `sampling_params` is one for all or one for each, likewise `priority` (smaller is served first).
+        `use_tqdm` shows progress; a callable makes the bar. Returns the finished outputs in the order of
+        the prompts.
+
+        Raises `RequestError` if any prompt or parameter cannot be served; then none of them is.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request is not supported yet; leave it out", "lora_request")
+        asked: list[Any] = list(prompts) if _is_many(prompts) else [prompts]
+        params = _one_each(len(asked), "sampling_params", sampling_params, self.get_default_sampling_params())
+        priorities = _one_each(len(asked), "priority", priority, 0)
+        with self._call() as call, _progress(use_tqdm, len(asked)) as show:
+            ids = [
+                self._add(call, prompt, _with_kind(p, RequestOutputKind.FINAL_ONLY), rank)
+                for prompt, p, rank in zip(asked, params, priorities, strict=True)
+            ]
+            finished = {}
+            for output in self._outputs(call):
+                finished[output.request_id] = output
+                show(output)
+            return [finished[i] for i in ids]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several: lists of {"role": ..., "content": ...}.
+
+        `chat_template` is a template or its file, instead of the model's. `continue_final_message` goes on
+        with the last message instead of beginning a new one; then `add_generation_prompt` must be False.
+        """
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in (messages if many else [messages])
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+
+    def generate_stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[RequestOutput, None, None]:
+        """Continue one prompt; yields what is new (`RequestOutputKind.DELTA`) until an output is finished.
+
+        Closing the iterator aborts the request. A chat is streamed by
+        `generate_stream(llm.chat_prompt(messages))`.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        with self._call() as call:
+            self._add(call, prompt, _with_kind(params, RequestOutputKind.DELTA), priority)
+            yield from self._outputs(call)
+
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that `chat` sends for one conversation: {"prompt": text, "prompt_token_ids": ids}."""
+        tokenizer = self.get_tokenizer()
+        template = self._template(chat_template)
+        given = (messages, add_generation_prompt, continue_final_message)
+        options = dict(chat_template_kwargs or {})
+        return {
+            "prompt": template.render(*given, **options),
+            "prompt_token_ids": template.encode(tokenizer, *given, **options),
+        }
+
+    # --- the engine -----------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.llm_engine.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.llm_engine.tokenizer is None:
+            raise ConfigError("there is no tokenizer: the engine was started with skip_tokenizer_init")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given; a new object each time."""
+        return SamplingParams()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and no change, while requests run."""
+        with self._lock:
+            return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Let go of the model and its memory. Idempotent; calls that still wait raise `EngineDeadError`."""
+        with self._lock:
+            self.llm_engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- calls ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self) -> Iterator[_Call]:
+        """A call's requests live inside the block and no longer."""
+        call = _Call()
+        try:
+            yield call
+        finally:
+            with self._lock:
+                self.llm_engine.abort_request(call.unfinished)
+                for request_id in call.unfinished:
+                    del self._calls[request_id]
+
+    def _add(self, call: _Call, prompt: Prompt, params: SamplingParams, priority: int) -> str:
+        request_id = next(self._request_ids)
+        with self._lock:
+            # Known before it is added: wherever an interrupt falls, `_call` finds it.
+            self._calls[request_id] = call
+            call.unfinished.add(request_id)
+            self.llm_engine.add_request(request_id, prompt, params, priority)
+        return request_id
+
+    def _outputs(self, call: _Call) -> Iterator[RequestOutput]:
+        """What comes for `call`, until all of its requests are finished."""
+        while call.unfinished or call.inbox:
+            while not call.inbox:
+                with self._lock:
+                    if not call.inbox:  # another thread's step may have filled it meanwhile
+                        self._step()
+            yield call.inbox.popleft()
+
+    def _step(self) -> None:
+        """One step for everybody. Held: the lock."""
+        if not self.llm_engine.has_unfinished_requests():
+            raise EngineError("requests were aborted from elsewhere while a call waited for them")
+        with _interrupt_at_end():
+            for output in self.llm_engine.step():
+                call = self._calls.get(output.request_id)
+                if call is None:
+                    continue  # its call is over
+                call.inbox.append(output)
+                if output.finished:
+                    call.unfinished.discard(output.request_id)
+                    del self._calls[output.request_id]
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        from mainspring.frontend.chat_template import ChatTemplate
+
+        source = self._chat_template if source is None else source
+        if source not in self._templates:
+            text = None if source is None else _template_text(source)
+            self._templates[source] = ChatTemplate.from_tokenizer(self.get_tokenizer(), text)
+        return self._templates[source]
+
+
+def _template_text(source: str) -> str:
+    """`source` itself, or the contents of the file it names. What has no brace says nothing as a template."""
+    if "{" in source or "\n" in source:
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template {source!r} is neither a template nor a file: {error.strerror}"
+        ) from None
+
+
+def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether it is a list of prompts; a list that begins with an integer is one prompt's ids."""
+    return isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int))
+
+
+def _one_each(count: int, name: str, given: Any, default: Any) -> Sequence[Any]:
+    """`given` for each of `count` prompts: one for all, or a list of as many."""
+    if not isinstance(given, list | tuple):
+        return [default if given is None else given] * count
+    if len(given) != count:
+        raise RequestError(
+            f"there are {count} prompts and {len(given)} {name}; give one for each, or one for all", name
+        )
+    return given
+
+
+def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        return params  # refused by name where all parameters are judged
+    return msgspec.structs.replace(params, output_kind=kind)
+
+
+@contextmanager
+def _progress(use_tqdm: bool | MakeBar, total: int) -> Iterator[Callable[[RequestOutput], None]]:
+    """A function to call with each finished output."""
+    if not use_tqdm:
+        yield lambda output: None
+        return
+    make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
+    num_read = num_written = 0
+    with make_bar(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+
+        def show(output: RequestOutput) -> None:
+            nonlocal num_read, num_written
+            num_read += len(output.prompt_token_ids)
+            num_written += sum(len(answer.token_ids) for answer in output.outputs)
+            elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
+            speeds = f"input: {num_read / elapsed_s:.2f} toks/s, output: {num_written / elapsed_s:.2f} toks/s"
+            bar.set_postfix_str(f"est. speed {speeds}", refresh=False)
+            bar.update(1)
+
+        yield show
+
+
+def _tqdm() -> MakeBar:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _interrupt_at_end() -> Iterator[None]:
+    """Ctrl-C during the block is raised when it ends, for a step that is cut short leaves the core half
+    booked. A second Ctrl-C does not wait."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,188 @@
+"""The engine as a synchronous caller sees it: add requests, step, read what came.
+
+One `step` asks the core for the outputs of one of its steps, turns them into text and tells the core which
+requests ended here (stop strings, faults). In process that runs the core; with a core elsewhere it waits
+for it. Nothing here knows which.
+
+Request ids are the caller's. An id may be in use more than once: each use gets its own answer, and an abort
+ends all.
+
+When the core dies every live request is forgotten and the error goes to whoever is stepping; from then on
+each call raises it again, so nobody waits for an engine that is not there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mainspring.base.config import EngineArgs, ModelFacts, resolve
+from mainspring.base.errors import CheckpointError, EngineDeadError, innermost
+from mainspring.base.messages import ResetPrefixCache
+from mainspring.base.outputs import RequestOutput
+from mainspring.base.params import SamplingParams
+from mainspring.base.protocols import Clock
+from mainspring.frontend.input_processor import InputProcessor, Prompt
+from mainspring.frontend.output_processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.engine.client import EngineCoreClient
+    from mainspring.frontend.tokenizer import Tokenizer
+
+END_KEYS = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first that is there is *the* EOS
+
+
+def model_facts(file: GGUFFile) -> ModelFacts:
+    """What the front end must know of the model in `file`.
+
+    Raises `CheckpointError` naming the key that is missing.
+    """
+
+    def read(key: str) -> object:
+        if key not in file.metadata:
+            raise CheckpointError(f"{file.path}: the key {key!r} is missing; is this a language model?")
+        return file.metadata[key]
+
+    architecture = str(read("general.architecture"))
+    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS]
+    return ModelFacts(
+        path=str(file.path),
+        architecture=architecture,
+        max_position_embeddings=int(str(read(f"{architecture}.context_length"))),
+        vocab_size=file.info("token_embd.weight").shape[0],
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
+    )
+
+
+class LLMEngine:
+    """A client of the core and the two processors around it. Use it from one thread at a time."""
+
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self._input_processor = input_processor
+        self._output_processor = output_processor
+        self._cause_of_death: str | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, clock: Clock = time.monotonic) -> LLMEngine:
+        """Find the model, decide the settings, start the core.
+
+        Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
+        """
+        from mainspring.checkpoint.catalog import resolve_model
+        from mainspring.checkpoint.gguf import GGUFFile
+        from mainspring.engine.client import EngineCoreClient
+        from mainspring.frontend.tokenizer import Tokenizer
+
+        with GGUFFile(resolve_model(args.model)) as file:
+            facts = model_facts(file)
+            config = resolve(args, facts)
+            tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_gguf(file)
+        client = EngineCoreClient.make_client(config)
+        return cls(
+            client,
+            InputProcessor(
+                facts,
+                client.max_model_len,
+                tokenizer,
+                max_logprobs=args.max_logprobs,
+                seed=args.seed,
+                clock=clock,
+            ),
+            OutputProcessor(tokenizer, clock=clock, log_stats=not args.disable_log_stats),
+            tokenizer,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together, as fitted to memory."""
+        return self.client.max_model_len
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Raises `RequestError` for what can never be served; then nothing was added."""
+        self._raise_if_dead()
+        text, requests = self._input_processor.process(
+            request_id, prompt, SamplingParams() if params is None else params, priority, cache_salt
+        )
+        self._output_processor.add_request(request_id, text, requests)
+        try:
+            for request in requests:
+                self.client.add_request(request)
+        except BaseException:
+            self.abort_request(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """What became known in one step of the core; may be empty.
+
+        Raises `EngineDeadError` with the innermost cause when the core has failed.
+        """
+        self._raise_if_dead()
+        try:
+            outputs = self.client.get_output()
+        except Exception as error:
+            self._output_processor.forget_all()
+            if isinstance(error, EngineDeadError):
+                self._cause_of_death = str(error)
+                raise
+            self._cause_of_death = f"the engine core has failed: {innermost(error)}"
+            raise EngineDeadError(self._cause_of_death) from error
+        processed = self._output_processor.process_outputs(outputs.outputs)
+        if processed.ids_to_abort:
+            self.client.abort_requests(processed.ids_to_abort)
+        return processed.request_outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests without a further output. Ids that are not live are passed over."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        internal = self._output_processor.abort_requests(ids)
+        if internal and self._cause_of_death is None:
+            self.client.abort_requests(internal)
+
+    def has_unfinished_requests(self) -> bool:
+        return self._output_processor.num_unfinished > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Sequences: a request with `n` answers counts `n` times."""
+        return self._output_processor.num_unfinished
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `ResetPrefixCache`; False, and no change, while requests run."""
+        self._raise_if_dead()
+        return bool(self.client.call(ResetPrefixCache(reset_running_requests)))
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        self._output_processor.forget_all()
+        self._cause_of_death = self._cause_of_death or "the engine was shut down"
+        self.client.shutdown()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _raise_if_dead(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death)
