@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from dataclasses import fields
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
@@ -17,6 +16,7 @@ from mainspring.cli.dialect import (
     add_common_flags,
     add_engine_flags,
     add_flag,
+    all_but,
     engine_arguments,
     nearest,
 )
@@ -75,8 +75,7 @@ def _throughput(argv: list[str]) -> int:
 def _startup(argv: list[str]) -> int:
     parser = Parser("bench startup", f"Measure {BENCHES['startup']}.", ("", "--json"), argv)
     _add_repeats(parser)
-    leave_out = {field.name for field in fields(EngineArgs)} - {"model", "kernels"}
-    add_engine_flags(parser, leave_out)
+    add_engine_flags(parser, all_but("model", "kernels"))
     add_common_flags(parser)
     given = parser.read(argv)
     from mainspring.bench import startup

@@ -189,6 +189,11 @@ def add_engine_flags(parser: Parser, leave_out: Iterable[str] = ()) -> None:
         add_flag(group, setting.name, hints[setting.name], help, **more)
 
 
+def all_but(*names: str) -> set[str]:
+    """For a command that needs only these of the engine's settings."""
+    return {setting.name for setting in fields(EngineArgs)} - set(names)
+
+
 def engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """What was typed of `EngineArgs`, and nothing else."""
     return {f.name: getattr(given, f.name) for f in fields(EngineArgs) if hasattr(given, f.name)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineError
 from mainspring.base.log import set_up_logging
 from mainspring.base.params import SamplingParams
@@ -46,9 +47,12 @@ class Answer(msgspec.Struct):
 def open_model(given: argparse.Namespace) -> LLM:
     """The engine for the flags that were given; fetches the model if it has a name and is not here yet."""
     set_up_logging("info" if given.verbose else None)
+    from mainspring.checkpoint.catalog import resolve_model
     from mainspring.frontend.llm import LLM
 
-    return LLM(**engine_arguments(given))
+    arguments = engine_arguments(given)
+    resolve_model(arguments.get("model", EngineArgs().model), fetch=True)
+    return LLM(**arguments)
 
 
 def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[str | Answer, None, None]:
