@@ -1,8 +1,8 @@
 """The real model says what an independent float32 implementation says, whatever the engine's settings.
 
-`tests/data/smollm2_135m_greedy.json` holds greedy continuations, log-probabilities and a perplexity run. The weights
-are the same, the order of additions is not: where the two best logits are nearer than `TIE`, either may win, and the
-comparison of that continuation ends there.
+`tests/data/smollm2_135m_greedy.json` holds greedy continuations, log-probabilities and a perplexity run. The
+weights are the same, the order of additions is not: where the two best logits are nearer than `TIE`, either
+may win, and the comparison of that continuation ends there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ COVERING = [
 ]
 PRODUCT = [
     Setting(*values)
-    for values in itertools.product((16, 32), (16, 2048), ("cold", "warm", "off"), (True, False), (False, True))
+    for values in itertools.product(
+        (16, 32), (16, 2048), ("cold", "warm", "off"), (True, False), (False, True)
+    )
 ]
 
 
@@ -110,7 +112,10 @@ def check_continuations(setting: Setting, outputs: list[RequestOutput]) -> None:
     if setting.cache == "off":
         assert not any(cached)
     elif setting.cache == "warm" and not setting.scarce:
-        assert all(hit == (len(case["prompt_ids"]) - 1) // setting.block_size * setting.block_size for hit, case in zip(cached, CASES, strict=True))
+        assert all(
+            hit == (len(case["prompt_ids"]) - 1) // setting.block_size * setting.block_size
+            for hit, case in zip(cached, CASES, strict=True)
+        )
 
 
 def check_perplexity(llm: LLM) -> float:

@@ -7,7 +7,6 @@ is closed.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections import Counter
@@ -24,10 +23,10 @@ from mainspring.base.protocols import Clock, Executor, GrammarCompiler, KVSource
 from mainspring.core.kv_cache import KVCacheManager, max_blocks_of_request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.core import EngineCore
+from mainspring.executor.base import make_executor
 
 logger = logging.getLogger(__name__)
 
-EXECUTORS = {"uniproc": "mainspring.executor.uniproc:UniProcExecutor"}
 MAX_NUM_BLOCKS = 1 << 20  # of bookkeeping, not of memory: more than any CPU's pool holds
 
 
@@ -82,25 +81,6 @@ def build_engine(
     )
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """By name, or as `module:Class`, which is called with the configuration."""
-    path = EXECUTORS.get(config.executor, config.executor)
-    module, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(
-            f"executor {config.executor!r} must be one of {', '.join(EXECUTORS)}, or module:Class"
-        )
-    try:
-        made: Executor = getattr(importlib.import_module(module), name)(config)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name != module:
-            raise
-        if isinstance(error, AttributeError) and hasattr(importlib.import_module(module), name):
-            raise
-        raise ConfigError(f"executor {config.executor!r} cannot be found: {error}") from error
-    return made
-
-
 def adapt_to_model(config: SchedulerConfig, specs: Sequence[KVCacheSpec]) -> SchedulerConfig:
     """A layer that looks ahead must see the whole prompt at once: chunks and shared prefixes would be
     wrong."""
@@ -109,8 +89,9 @@ def adapt_to_model(config: SchedulerConfig, specs: Sequence[KVCacheSpec]) -> Sch
     logger.info("chunked prefill and prefix caching are off: the model has layers that are not causal")
     if config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
-            f"the model has layers that are not causal, so max_num_batched_tokens {config.max_num_batched_tokens} "
-            f"must hold a whole prompt of max_model_len {config.max_model_len}: raise it or lower that"
+            "the model has layers that are not causal, so max_num_batched_tokens "
+            f"{config.max_num_batched_tokens} must hold a whole prompt of max_model_len "
+            f"{config.max_model_len}: raise it or lower that"
         )
     return replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
 
@@ -168,9 +149,9 @@ def fit_max_model_len(config: EngineConfig, kv_config: KVCacheConfig, max_in_fli
     if not config.fit_max_model_len or fits < 1:
         raise ConfigError(
             f"the KV cache has {usable} usable blocks ({usable * kv_config.bytes_per_block} bytes) and one "
-            f"sequence of max_model_len {wanted} takes {needed} ({needed * kv_config.bytes_per_block} bytes): "
-            f"set max_model_len to {fits} or less (auto: what fits), or raise kv_cache_memory_bytes or "
-            "num_gpu_blocks_override"
+            f"sequence of max_model_len {wanted} takes {needed} ({needed * kv_config.bytes_per_block} "
+            f"bytes): set max_model_len to {fits} or less (auto: what fits), or raise kv_cache_memory_bytes "
+            "or num_gpu_blocks_override"
         )
     logger.info("max_model_len is lowered from %d to %d, which the KV cache can hold", wanted, fits)
     return fits
