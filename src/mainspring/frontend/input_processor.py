@@ -254,7 +254,7 @@ class InputProcessor:
 
 
 def _decide_cache_reading(params: SamplingParams) -> None:
-    """A cached token has no logits any more: what is asked of each prompt token must be computed (case B091)."""
+    """A cached token has no logits any more: where each prompt token is judged, all are computed (B091)."""
     if params.skip_reading_prefix_cache is None:
         params.skip_reading_prefix_cache = params.prompt_logprobs is not None
 
