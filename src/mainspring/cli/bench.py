@@ -16,7 +16,6 @@ from mainspring.cli.dialect import (
     add_common_flags,
     add_engine_flags,
     add_flag,
-    all_but,
     engine_arguments,
     nearest,
 )
@@ -75,7 +74,7 @@ def _throughput(argv: list[str]) -> int:
 def _startup(argv: list[str]) -> int:
     parser = Parser("bench startup", f"Measure {BENCHES['startup']}.", ("", "--json"), argv)
     _add_repeats(parser)
-    add_engine_flags(parser, all_but("model", "kernels"))
+    add_engine_flags(parser, only=("model", "kernels"))
     add_common_flags(parser)
     given = parser.read(argv)
     from mainspring.bench import startup

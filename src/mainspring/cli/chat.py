@@ -15,7 +15,7 @@ from mainspring.base.errors import EngineDeadError, EngineError, RequestError
 from mainspring.base.params import SamplingParams
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags
 from mainspring.cli.sampling import add_sampling_flags, sampling_params
-from mainspring.cli.session import Answer, answer, open_model, say, say_if_odd
+from mainspring.cli.session import ENGINE_WORDS, Answer, answer, open_model, say, say_if_odd
 
 if TYPE_CHECKING:
     from mainspring.frontend.llm import LLM
@@ -96,7 +96,7 @@ def _parser(argv: list[str]) -> Parser:
     group.add_argument("--prompt", metavar="TEXT", help="ask this one question and leave")
     group.add_argument("--system", metavar="TEXT", help="the system message: how to answer")
     add_sampling_flags(parser)
-    add_engine_flags(parser, leave_out=("seed",))
+    add_engine_flags(parser, words=ENGINE_WORDS)
     add_common_flags(parser)
     return parser
 

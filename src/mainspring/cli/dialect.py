@@ -14,7 +14,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -170,28 +170,25 @@ def _without_none(kind: object) -> object:
     return kind
 
 
-EVERYDAY = ("model", "kernels", "num_threads", "max_model_len")
+EVERYDAY = ("model", "seed", "kernels", "num_threads", "max_model_len")
 
 
-def add_engine_flags(parser: Parser, leave_out: Iterable[str] = ()) -> None:
-    """One flag for each field of `EngineArgs`."""
+def add_engine_flags(
+    parser: Parser, *, only: Container[str] | None = None, words: Mapping[str, str] | None = None
+) -> None:
+    """One flag for each field of `EngineArgs`, or of those in `only`; `words` are help for this command."""
     group = parser.add_argument_group("model and engine")
     hints = typing.get_type_hints(EngineArgs)
     for setting in fields(EngineArgs):
-        if setting.name in leave_out:
+        if only is not None and setting.name not in only:
             continue
-        help = setting.metadata["help"]
+        help = (words or {}).get(setting.name, setting.metadata["help"])
         if setting.default is not None and "default" not in help:
             help += f" (default: {_shown(setting.default)})"
         if setting.name not in EVERYDAY and not parser.show_all:
             help = argparse.SUPPRESS
         more = {"type": model_len} if setting.name == "max_model_len" else {}
         add_flag(group, setting.name, hints[setting.name], help, **more)
-
-
-def all_but(*names: str) -> set[str]:
-    """For a command that needs only these of the engine's settings."""
-    return {setting.name for setting in fields(EngineArgs)} - set(names)
 
 
 def engine_arguments(given: argparse.Namespace) -> dict[str, Any]:

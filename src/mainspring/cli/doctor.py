@@ -11,12 +11,12 @@ from typing import Any
 from mainspring import __version__
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import CheckpointError
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, all_but, engine_arguments
+from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments
 
 
 def run(argv: list[str]) -> int:
     parser = Parser("doctor", "What mainspring found on this machine.", ("", "--model ./my.gguf"), argv)
-    add_engine_flags(parser, all_but("model"))
+    add_engine_flags(parser, only=("model",))
     add_common_flags(parser)
     given = parser.read(argv)
     found = examine(EngineArgs(**engine_arguments(given)).model)

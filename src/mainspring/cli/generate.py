@@ -10,7 +10,7 @@ from typing import Any
 from mainspring.base.errors import RequestError
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
 from mainspring.cli.sampling import add_sampling_flags, sampling_params
-from mainspring.cli.session import answer, open_model, say_if_odd
+from mainspring.cli.session import ENGINE_WORDS, answer, open_model, say_if_odd
 
 EXAMPLES = (
     '--prompt "Once upon a time" --max-tokens 40',
@@ -47,7 +47,7 @@ def _parser(argv: list[str]) -> Parser:
         help="take it as a question: apply the model's chat template",
     )
     add_sampling_flags(parser)
-    add_engine_flags(parser, leave_out=("seed",))
+    add_engine_flags(parser, words=ENGINE_WORDS)
     add_common_flags(parser)
     return parser
 

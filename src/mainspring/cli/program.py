@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mainspring import __version__
-from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
+from mainspring.base.errors import CheckpointError, ConfigError, EngineError, RequestError
 from mainspring.cli.dialect import nearest
 
 
@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        try:
+            status = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # argparse, after showing help
+            status = 0
         sys.stdout.flush()  # here, where a closed pipe is still our concern
         return status
     except KeyboardInterrupt:
@@ -50,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes at exit and would complain: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except EngineDeadError as error:
-        return _say(error, 1)
-    except EngineError as error:
+    except (RequestError, ConfigError, CheckpointError) as error:
         return _say(error, 2)
+    except EngineError as error:
+        return _say(error, 1)
 
 
 def _run(argv: list[str]) -> int:

@@ -14,7 +14,6 @@ HELP = {
     "top_p": "choose among the likeliest tokens that together have this probability",
     "top_k": "choose among this many likeliest tokens; 0: all",
     "min_p": "drop tokens less likely than this share of the likeliest",
-    "seed": "same seed, same text; default: another each time",
     "stop": "end where this text would appear; may be repeated",
     "stop_token_ids": "tokens that end the text",
     "ignore_eos": "go on when the model wants to end",
@@ -28,7 +27,7 @@ HELP = {
     "skip_special_tokens": "leave special tokens out of the text",
     "include_stop_str_in_output": "show the stop text that ended it",
 }
-EVERYDAY = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+EVERYDAY = ("max_tokens", "temperature", "top_p", "top_k", "stop")
 # Where a person's first impression wants other values than an API's defaults.
 DEFAULTS = {"max_tokens": 256, "temperature": 0.7, "top_p": 0.95}
 

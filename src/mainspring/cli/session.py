@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Generator
 from contextlib import closing
@@ -19,6 +20,10 @@ from mainspring.cli.dialect import engine_arguments
 if TYPE_CHECKING:
     from mainspring.base.outputs import CompletionOutput
     from mainspring.frontend.llm import LLM
+
+
+# The engine draws the seeds of requests from its own, so one flag makes a whole conversation repeatable.
+ENGINE_WORDS = {"seed": "same seed, same text; default: another each time"}
 
 
 class Answer(msgspec.Struct):
@@ -50,7 +55,7 @@ def open_model(given: argparse.Namespace) -> LLM:
     from mainspring.checkpoint.catalog import resolve_model
     from mainspring.frontend.llm import LLM
 
-    arguments = engine_arguments(given)
+    arguments = {"seed": secrets.randbits(63)} | engine_arguments(given)
     resolve_model(arguments.get("model", EngineArgs().model), fetch=True)
     return LLM(**arguments)
 
