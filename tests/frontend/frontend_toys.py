@@ -24,7 +24,8 @@ WORDS = (" the", " Paris", "cST", "OPde", "STOP", "hello", " hello", "ab", "aab"
 
 
 class ToyTokenizer:
-    """Ids 0 to 255 are bytes, then words, then special tokens. The longest word wins; no BOS unless asked for."""
+    """Ids 0 to 255 are bytes, then words, then special tokens. The longest word wins; no BOS unless asked
+    for."""
 
     def __init__(self, words: Sequence[str] = WORDS, *, add_bos: bool = False) -> None:
         specials = (BOS, EOS, END)
@@ -85,7 +86,9 @@ class ScriptedClient:
     `chunk` is how many tokens come in one output. After the script comes the token "." for ever.
     """
 
-    def __init__(self, script: Script | Sequence[int] = (), *, chunk: int = 1, max_model_len: int = 512) -> None:
+    def __init__(
+        self, script: Script | Sequence[int] = (), *, chunk: int = 1, max_model_len: int = 512
+    ) -> None:
         self.script = script if callable(script) else lambda request: script
         self.chunk = chunk
         self.max_model_len = max_model_len
