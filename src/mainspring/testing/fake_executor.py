@@ -45,12 +45,11 @@ from mainspring.base.messages import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from mainspring.testing.fake_kv_source import Load, decode_loads
+from mainspring.testing.fake_kv_source import NULL_BLOCK, Load, decode_loads
 from mainspring.testing.fake_model import FakeModel, History, Logits, Values, join_logprobs
 
 When = Literal["at once", "when collected", "at random"]
 T = TypeVar("T")
-NULL_BLOCK = 0
 
 
 class LateFuture(Future[T], Generic[T]):
@@ -257,7 +256,7 @@ class FakeExecutor:
         assert len(plan.slots) == len(set(plan.slots)), "rule 2: two rows of one slot"
         assert plan.num_tokens == sum(plan.num_scheduled_tokens)
         sampling = []
-        loading = {block for load in self._loads for ids in load.block_ids for block in ids} - {NULL_BLOCK}
+        loading = {block for load in self._loads for block in load.blocks(self._size)}
         for row, (slot_id, count) in enumerate(zip(plan.slots, plan.num_scheduled_tokens, strict=True)):
             assert slot_id in self.slots, f"rule 2: row {row} names slot {slot_id}, which is not held"
             slot = self.slots[slot_id]
@@ -408,11 +407,9 @@ class FakeExecutor:
 
     def _spoil(self, load: Load) -> None:
         """Until a load has arrived its blocks hold nothing of use."""
-        for ids in load.block_ids:
-            for block in ids:
-                if block != NULL_BLOCK:
-                    noise = [self._random.getrandbits(63) for _ in range(self._size)]
-                    self.kv[:, self._cells(block)] = np.array(noise, dtype=np.uint64)
+        for block in load.blocks(self._size):
+            noise = [self._random.getrandbits(63) for _ in range(self._size)]
+            self.kv[:, self._cells(block)] = np.array(noise, dtype=np.uint64)
 
     def _advance_loads(self) -> tuple[list[str], list[str]]:
         """One step later: which requests' loads have arrived, and which never will."""

@@ -14,6 +14,8 @@ import msgspec
 
 from mainspring.base.messages import EngineCoreRequest
 
+NULL_BLOCK = 0
+
 
 class RemotePrefix(NamedTuple):
     """What exists elsewhere of one request, and how bringing it will go."""
@@ -24,7 +26,7 @@ class RemotePrefix(NamedTuple):
 
 
 class Load(msgspec.Struct, array_like=True):
-    """Bring the KV of `token_ids[start:]` into the blocks; tables begin at position 0."""
+    """Bring the KV of `token_ids[start:]`, where a block begins, into the blocks; tables begin at position 0."""
 
     request_id: str
     token_ids: list[int]
@@ -32,6 +34,10 @@ class Load(msgspec.Struct, array_like=True):
     start: int
     delay_steps: int
     fails: bool
+
+    def blocks(self, block_size: int) -> set[int]:
+        """Those that are being filled, without the null block."""
+        return {block for ids in self.block_ids for block in ids[self.start // block_size :]} - {NULL_BLOCK}
 
 
 def decode_loads(metadata: bytes) -> list[Load]:

@@ -271,10 +271,11 @@ def _end(
 ) -> tuple[FinishReason | None, int | None]:
     """Whether the last token of `output` ends the request: EOS before stop tokens before lengths."""
     last, params = output[-1], request.sampling_params
-    if last == request.eos_token_id:
-        return FinishReason.STOP, None
-    if last in request.stop_token_ids:
-        return FinishReason.STOP, last
+    if len(output) > params.min_tokens:
+        if last == request.eos_token_id:
+            return FinishReason.STOP, None
+        if last in request.stop_token_ids:
+            return FinishReason.STOP, last
     if grammar is not None and grammar.is_finished():
         return FinishReason.STOP, None
     if len(request.prompt_token_ids) + len(output) >= max_model_len:

@@ -1,0 +1,395 @@
+"""Random lives of an engine, and the promise they must keep.
+
+A `Scenario` is all that happens to one engine: settings, and requests with the step at which they come, what
+they ask for and what befalls them. `play` drives it through a real `EngineCore` with a `FakeExecutor` and
+checks after every step that the bookkeeping is whole, and at the end that
+
+1. every request said exactly what `reference` says, or, if it was aborted, a beginning of that;
+2. every request ended once, with the right reason, and nothing was said of it afterwards;
+3. nothing is left: no request, no slot, no block is held;
+4. all this took no more steps than the requests would take one after another, a few times over.
+
+`scenarios.py` makes them up; `smallest` makes a failing one simple.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from msgspec import structs
+
+from mainspring.base.config import SchedulerConfig
+from mainspring.base.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    KVCacheConfig,
+    ResetPrefixCache,
+    TokenLogprobs,
+)
+from mainspring.base.params import SamplingParams
+from mainspring.core.kv_cache import KVCacheManager
+from mainspring.core.scheduler import Scheduler
+from mainspring.engine.build import blocks_for, group_layers
+from mainspring.engine.core import EngineCore
+from mainspring.testing.fake_clock import FakeClock
+from mainspring.testing.fake_executor import FakeExecutor, When
+from mainspring.testing.fake_grammar import FakeGrammar, FakeGrammarCompiler
+from mainspring.testing.fake_kv_source import FakeKVSource, RemotePrefix
+from mainspring.testing.fake_model import FakeModel, Said, join_logprobs, reference, reference_prompt_logprobs
+
+VOCAB_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A fake grammar: how long its sentences are, and how its compilation goes."""
+
+    length: int
+    compile_steps: int = 0
+    fails: bool = False
+
+
+@dataclass(frozen=True)
+class Guest:
+    """One request, and what befalls it."""
+
+    message: EngineCoreRequest
+    arrives_at: int = 0  # step
+    aborted_at: int | None = None  # step
+    structure: Structure | None = None
+    elsewhere: tuple[RemotePrefix, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    guests: tuple[Guest, ...]
+    windows: tuple[int | None, ...] = (None,)  # per layer; equal ones share a group
+    block_size: int = 4
+    spare_blocks: int = 8  # beyond what one longest sequence needs
+    max_model_len: int = 64
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 32
+    chunked: bool = True
+    threshold: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    caching: bool = True
+    watermark: float = 0.0
+    depth: int = 1
+    when: When = "when collected"
+    crashes: tuple[int, ...] = ()  # steps before which the engine is thrown away
+    resets: tuple[tuple[int, bool], ...] = ()  # steps before which the cache is reset, and whether by force
+    seed: int = 0
+
+
+# -- the drive -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Transcript:
+    """What a front end has received of one request: its journal."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | None = None
+    num_cached_tokens: list[int] = field(default_factory=list)
+    last: EngineCoreOutput | None = None
+    aborted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.last is not None or self.aborted
+
+    def take(self, output: EngineCoreOutput) -> None:
+        name = output.request_id
+        assert not self.is_over, f"{name}: something is said after the end"
+        assert output.new_token_ids or output.finish_reason is not None, f"{name}: an empty output"
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            assert len(output.new_logprobs.token_ids) == len(output.new_token_ids), (
+                f"{name}: logprobs per token"
+            )
+            self.logprobs.append(output.new_logprobs)
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, f"{name}: prompt logprobs twice"
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.num_cached_tokens is not None:
+            assert output.num_cached_tokens >= 0
+            self.num_cached_tokens.append(output.num_cached_tokens)
+        if output.finish_reason is not None:
+            self.last = output
+
+
+class Drive:
+    """An engine with its fakes, stepped by hand. `scenario.guests` are those it may be given."""
+
+    def __init__(self, scenario: Scenario, executor_class: type[FakeExecutor] = FakeExecutor) -> None:
+        self.scenario = scenario
+        self.model = FakeModel(VOCAB_SIZE, scenario.windows, scenario.seed)
+        self.guests = {guest.message.request_id: guest for guest in scenario.guests}
+        self.transcripts: dict[str, Transcript] = {}
+        self.num_steps = 0
+        self._executor_class = executor_class
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """A new engine that knows nothing of an earlier one."""
+        case = self.scenario
+        config = SchedulerConfig(
+            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_model_len=case.max_model_len,
+            policy=case.policy,
+            enable_chunked_prefill=case.chunked,
+            long_prefill_token_threshold=case.threshold,
+            watermark=case.watermark,
+            enable_prefix_caching=case.caching,
+        )
+        self.executor = self._executor_class(self.model, when=case.when, seed=case.seed)
+        self.executor.roots = {name: self.model.root(guest.message) for name, guest in self.guests.items()}
+        max_in_flight = case.depth * case.max_num_batched_tokens
+        pool = KVCacheConfig(0, case.block_size, group_layers(self.executor.get_kv_cache_specs()))
+        num_blocks = 1 + blocks_for(pool, case.max_model_len, max_in_flight) + case.spare_blocks
+        pool = structs.replace(pool, num_blocks=num_blocks)
+        self.executor.initialize(pool, case.max_model_len)
+        elsewhere = {name: guest.elsewhere for name, guest in self.guests.items() if guest.elsewhere}
+        self.kv = KVCacheManager(pool, enable_caching=case.caching, max_in_flight_tokens=max_in_flight)
+        self.scheduler = Scheduler(
+            config,
+            self.kv,
+            clock=FakeClock(step_s=0.001),
+            vocab_size=VOCAB_SIZE,
+            kv_source=FakeKVSource(elsewhere, case.block_size) if elsewhere else None,
+        )
+        structures = {n: g.structure for n, g in self.guests.items() if g.structure is not None}
+        self.compiler = FakeGrammarCompiler(
+            lambda message: self.grammar_of(self.guests[message.request_id]),
+            {name: structure.compile_steps for name, structure in structures.items()},
+            frozenset(name for name, structure in structures.items() if structure.fails),
+        )
+        self.core = EngineCore(
+            self.scheduler,
+            self.executor,
+            depth=case.depth,
+            grammars=self.compiler,
+            sleep=lambda seconds: None,
+        )
+
+    def grammar_of(self, guest: Guest) -> FakeGrammar:
+        assert guest.structure is not None
+        return FakeGrammar(VOCAB_SIZE, guest.message.eos_token_id, guest.structure.length, self.scenario.seed)
+
+    def add(self, request_id: str) -> None:
+        """Hand over a request, with what is already known of its answer."""
+        transcript = self.transcripts.setdefault(request_id, Transcript())
+        message = self.guests[request_id].message
+        self.core.add_request(structs.replace(message, output_token_ids=list(transcript.token_ids)))
+
+    def abort(self, request_id: str) -> None:
+        transcript = self.transcripts.get(request_id)
+        if transcript is not None and not transcript.is_over:
+            transcript.aborted = True
+        self.core.abort_requests([request_id])
+
+    def crash(self) -> None:
+        """The engine is gone; another gets what the front end knows."""
+        self.start_engine()
+        for request_id, transcript in self.transcripts.items():
+            if not transcript.is_over:
+                self.add(request_id)
+
+    def step(self) -> None:
+        self.compiler.tick()
+        first = len(self.executor.plans)
+        outputs = self.core.step()
+        self.num_steps += 1
+        self._check_plans(first)
+        self.core.check()
+        self._take(outputs)
+
+    def run(self, max_steps: int) -> None:
+        """Step until there is nothing to do."""
+        while self.core.has_work():
+            max_steps -= 1
+            assert max_steps >= 0, f"no end in sight after {self.num_steps} steps"
+            self.step()
+
+    def _check_plans(self, first: int) -> None:
+        for plan in self.executor.plans[first:]:
+            assert plan.num_tokens <= self.scenario.max_num_batched_tokens, "the token budget is overspent"
+            assert plan.num_rows <= self.scenario.max_num_seqs, "more rows than max_num_seqs"
+            assert all(0 <= slot < self.scenario.max_num_seqs for slot in plan.slots)
+
+    def _take(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client, message in outputs.items():
+            for output in message.outputs:
+                guest = self.guests[output.request_id]
+                assert client == guest.message.client_index, f"{output.request_id}: sent to client {client}"
+                self.transcripts[output.request_id].take(output)
+
+    def check_idle(self) -> None:
+        """Nothing is left."""
+        self.core.check()
+        assert not self.core.has_work()
+        assert not self.scheduler.requests
+        assert not self.scheduler.running
+        assert not self.scheduler.parked
+        assert len(self.scheduler.waiting) == 0
+        assert self.kv.pool.num_idle == self.kv.pool.num_blocks - 1, "a block is held by nobody"
+
+    def said(self, guest: Guest) -> Said:
+        """What the guest has to say, all of it."""
+        grammar = self.grammar_of(guest) if guest.structure is not None else None
+        return reference(guest.message, self.model, self.scenario.max_model_len, grammar)
+
+    def check_promise(self) -> None:
+        for name, guest in self.guests.items():
+            transcript = self.transcripts.get(name)
+            if transcript is not None:
+                self._check_guest(guest, transcript)
+
+    def _check_guest(self, guest: Guest, got: Transcript) -> None:
+        name = guest.message.request_id
+        if guest.structure is not None and guest.structure.fails:
+            assert got.aborted or (got.last is not None and got.last.finish_reason is FinishReason.ERROR)
+            assert got.token_ids == []
+            return
+        said = self.said(guest)
+        if got.aborted:
+            assert got.token_ids == said.token_ids[: len(got.token_ids)], f"{name} said something else"
+            return
+        assert got.last is not None, f"{name} got no answer"
+        assert got.last.finish_reason is not FinishReason.ERROR, f"{name}: {got.last.error}"
+        assert got.token_ids == said.token_ids, f"{name} said something else"
+        assert (got.last.finish_reason, got.last.stop_reason) == said[1:3], f"{name} ended for another reason"
+        assert_equal_logprobs(got.logprobs, said.logprobs, name)
+        wanted = reference_prompt_logprobs(guest.message, self.model)
+        prompt_logprobs = [] if got.prompt_logprobs is None else [got.prompt_logprobs]
+        assert_equal_logprobs(prompt_logprobs, [] if wanted is None else [wanted], name)
+        assert got.num_cached_tokens, f"{name}: num_cached_tokens was never told"
+
+
+def assert_equal_logprobs(got: list[TokenLogprobs], wanted: list[TokenLogprobs], name: str) -> None:
+    assert bool(got) == bool(wanted), f"{name}: {len(got)} logprobs, {len(wanted)} wanted"
+    if got:
+        pairs = zip(join_logprobs(got), join_logprobs(wanted), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs), f"{name} has other logprobs"
+
+
+def play(scenario: Scenario, executor_class: type[FakeExecutor] = FakeExecutor) -> Drive:
+    """Live through `scenario`; an `AssertionError` says which promise was broken."""
+    drive = Drive(scenario, executor_class)
+    last_event = max(
+        [g.arrives_at for g in scenario.guests]
+        + [g.aborted_at or 0 for g in scenario.guests]
+        + list(scenario.crashes)
+        + [step for step, _ in scenario.resets]
+    )
+    for now in range(last_event + 1):
+        if now in scenario.crashes:
+            drive.crash()
+        for step, by_force in scenario.resets:
+            if step == now:
+                reset(drive, by_force)
+        for guest in scenario.guests:
+            if guest.arrives_at == now:
+                drive.add(guest.message.request_id)
+            if guest.aborted_at == now:
+                drive.abort(guest.message.request_id)
+        if drive.core.has_work():
+            drive.step()
+    drive.run(most_steps(scenario))
+    drive.check_promise()
+    drive.check_idle()
+    return drive
+
+
+def reset(drive: Drive, by_force: bool) -> None:
+    """`ResetPrefixCache`, whose answer must be true."""
+    held = drive.kv.pool.usage > 0
+    done = drive.core.call(ResetPrefixCache(reset_running_requests=by_force))
+    assert done == (by_force or not held) or drive.scheduler.has_parked_requests(), (
+        "a reset that is misreported"
+    )
+    drive.core.check()
+
+
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """Simpler scenarios near this one, the boldest first."""
+    for i in range(len(scenario.guests)):
+        yield replace(scenario, guests=scenario.guests[:i] + scenario.guests[i + 1 :])
+    plain = Scenario(guests=scenario.guests)
+    for name in (
+        "crashes",
+        "resets",
+        "windows",
+        "depth",
+        "policy",
+        "watermark",
+        "threshold",
+        "when",
+        "caching",
+        "seed",
+    ):
+        if getattr(scenario, name) != getattr(plain, name):
+            yield replace(scenario, **{name: getattr(plain, name)})
+    for i, guest in enumerate(scenario.guests):
+        message = guest.message
+        simpler = [
+            replace(guest, elsewhere=()),
+            replace(guest, aborted_at=None),
+            replace(guest, arrives_at=0),
+            replace(guest, structure=None, message=structs.replace(message, structured_outputs=None)),
+            replace(
+                guest,
+                message=structs.replace(
+                    message,
+                    sampling_params=SamplingParams(
+                        temperature=0.0, seed=0, max_tokens=message.sampling_params.max_tokens
+                    ),
+                ),
+            ),
+            replace(
+                guest,
+                message=structs.replace(
+                    message, eos_token_id=None, stop_token_ids=[], bad_words_token_ids=[]
+                ),
+            ),
+            replace(
+                guest,
+                message=structs.replace(message, lora=None, cache_salt=None, priority=0, client_index=0),
+            ),
+            replace(
+                guest, message=structs.replace(message, prompt_token_ids=message.prompt_token_ids[:-1] or [0])
+            ),
+        ]
+        for other in simpler:
+            if other != guest:
+                yield replace(scenario, guests=(*scenario.guests[:i], other, *scenario.guests[i + 1 :]))
+
+
+def smallest(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """Simplify a scenario as long as it fails."""
+    while (found := next((s for s in smaller(scenario) if s.guests and fails(s)), None)) is not None:
+        scenario = found
+    return scenario
+
+
+def most_steps(scenario: Scenario) -> int:
+    """What all guests would need one after another, three times over."""
+    chunk = min(scenario.max_num_batched_tokens, scenario.threshold or scenario.max_num_batched_tokens)
+    total = 0
+    for guest in scenario.guests:
+        num_prompt = len(guest.message.prompt_token_ids)
+        num_output = min(
+            guest.message.sampling_params.max_tokens or 10**9, scenario.max_model_len - num_prompt
+        )
+        total += math.ceil((num_prompt + num_output) / chunk) + num_output + scenario.depth + 2
+        total += guest.structure.compile_steps if guest.structure is not None else 0
+        total += sum(prefix.delay_steps + 2 for prefix in guest.elsewhere)
+    return 3 * total + 20
