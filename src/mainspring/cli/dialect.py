@@ -50,6 +50,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse's own would hide a closed pipe
+
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`. Raises `ConfigError` for anything that is not understood."""
         words = ["--help" if word == SHOW_ALL else word for word in argv]
