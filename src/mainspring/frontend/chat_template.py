@@ -5,6 +5,8 @@ refusals of the request. What users wrote goes through it as text that can never
 before rendering, every special token's text inside a message is marked with a character that occurs nowhere
 in the request, the rendered text is split only at unmarked specials, and the marks are taken out of the rest.
 The mark is chosen for each request among characters that the request does not have, so nobody can forge one.
+(A template that writes a part of a special token, with a message's text in it, means the whole to be one:
+`'<|' + role + '|>'`.)
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **chat_template_kwargs: Any,
     ) -> list[int]:
-        """The chat as token ids: `render`, encoded so that only what the template wrote is a special token."""
+        """The chat as token ids: `render`, encoded so that no text of the messages is a special token."""
         given = {**chat_template_kwargs, "messages": _normalised(messages)}
         mark = _unused_mark(given)
         marked = _map_strings(given, lambda text: tokenizer.mark_specials(text, mark))
