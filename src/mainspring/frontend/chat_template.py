@@ -104,9 +104,7 @@ class ChatTemplate:
             rendered = self._template.render(values, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
             raise _refused(str(error.message)) from error
-        except (
-            Exception
-        ) as error:  # a template is the model's code: whatever it raises is about these messages
+        except Exception as error:  # the template is the model's code and may raise anything
             raise _refused(f"{type(error).__name__}: {error}") from error
         if not continue_final:
             return rendered
