@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import random
+import socket
 import threading
 import time
 import zipfile
@@ -219,6 +220,14 @@ def test_more_bytes_than_announced_are_not_kept(hub: Hub, toy: Path) -> None:
     assert names(toy) == {"toy.gguf.lock"}
 
 
+def test_no_more_is_written_than_the_entry_has(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    endless = (b"x" * 300_000 for _ in range(1000))
+    catalog._write(TOY, endless, part, 0, progress=False)
+    assert part.stat().st_size == TOY.num_bytes
+    assert sum(1 for _ in endless) > 990  # the rest was not even asked for
+
+
 def test_two_at_once(hub: Hub, toy: Path) -> None:
     """The second waits, and then finds the file there."""
     hub.delay_s = 0.1
@@ -289,6 +298,22 @@ def test_a_hub_that_is_silent_is_not_waited_for(
     assert pull("toy", progress=False) == toy
     assert time.monotonic() - start_s < 1.4
     assert len(hub.asked) == 1
+
+
+def test_a_name_server_that_is_silent_is_not_waited_for(
+    pip: Path, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time limit reaches into the look-up of a name."""
+
+    def look_up(*_: object, **__: object) -> None:
+        time.sleep(1.5)
+        raise OSError("too late")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(catalog, "PROBE_S", 0.1)
+    start_s = time.monotonic()
+    assert pull("toy", progress=False) == toy
+    assert time.monotonic() - start_s < 1.4
 
 
 def test_offline_asks_no_hub(pip: Path, hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

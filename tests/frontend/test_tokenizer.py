@@ -149,6 +149,14 @@ def test_words_that_are_special_do_not_come_from_plain_text(kind: str) -> None:
     assert t.encode("end", add_special_tokens=False, parse_special=False) == ids(t, "en", "d")
 
 
+def test_the_longest_special_token_wins() -> None:
+    """Marked or not, as in the library."""
+    t = toy("gpt-2", ("<a>", CONTROL), ("<a><b>", CONTROL))
+    for text in ("<a><b>", "<a><a><b>", "<<a>b"):
+        assert t.encode_chat(text, "\uf8ff") == t.encode_chat(text) == t.encode(text)
+    assert t.encode("<a><b>") == ids(t, "<a><b>")
+
+
 def test_the_end_has_several_names() -> None:
     named = {"bos": 0, "eos": 5, "eot": 7, "eom": 5}
     t = toy(token_ids=named)
