@@ -27,6 +27,7 @@ help:
 
 demo: .venv/.installed
 	@$(BIN)/mainspring pull $(MODEL)
+	@echo "> What is the capital of France?"
 	@$(BIN)/mainspring chat --model $(MODEL) --temperature 0 --prompt "What is the capital of France?"
 
 test: .venv-dev/.installed
