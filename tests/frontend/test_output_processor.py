@@ -177,7 +177,7 @@ def test_without_text():
     assert result.logprobs[0][ord("a")].decoded_token == "a"
 
 
-# --- log-probabilities -----------------------------------------------------------------------------------------
+# --- log-probabilities ------------------------------------------------------------------------------------
 
 
 def test_logprobs_of_a_position():

@@ -77,6 +77,7 @@ class RequestState:
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []  # all of the answer so far
         self.text = ""  # all that was given out (CUMULATIVE)
+        # DELTA: what was not given out yet; else all.
         self.logprobs: SampleLogprobs | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.num_sent = 0  # tokens given out
@@ -103,12 +104,9 @@ class RequestState:
         text = "" if self.detokenizer is None else self.detokenizer.take()
         token_ids, logprobs = self.token_ids, self.logprobs
         if self.parent.kind == RequestOutputKind.DELTA:
-            if self.num_sent:
-                token_ids = token_ids[self.num_sent :]
-            elif self.finish_reason is None:
-                token_ids = token_ids.copy()
+            token_ids = token_ids[self.num_sent :]
             if logprobs is not None:
-                logprobs = logprobs[self.num_sent :]
+                self.logprobs = []
         else:
             text = self.text = self.text + text
             if self.finish_reason is None:
