@@ -53,14 +53,14 @@ T = TypeVar("T")
 
 
 class LateFuture(Future[T], Generic[T]):
-    """A future whose value is made when somebody asks for it."""
+    """A future whose value is made when somebody asks for it; `before` is called first."""
 
-    def __init__(self, make: Callable[[], object]) -> None:
+    def __init__(self, before: Callable[[Future[T]], None]) -> None:
         super().__init__()
-        self._make = make
+        self._before = before
 
     def result(self, timeout: float | None = None) -> T:
-        self._make()
+        self._before(self)
         return super().result(timeout)
 
 
@@ -69,14 +69,15 @@ class CommandQueue:
     fails alike.
     """
 
-    def __init__(self, when: When, seed: int) -> None:
+    def __init__(self, when: When, seed: int, on_collect: Callable[[], None]) -> None:
         self._when = when
+        self._on_collect = on_collect
         self._random = random.Random(seed)
         self._waiting: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._failure: BaseException | None = None
 
     def send(self, command: Callable[[], T]) -> Future[T]:
-        future: LateFuture[T] = LateFuture(lambda: self._run_until(future))
+        future: LateFuture[T] = LateFuture(self._collect)
         self._waiting.append((command, future))
         if self._when == "at once":
             self._run(len(self._waiting))
@@ -84,7 +85,8 @@ class CommandQueue:
             self._run(self._random.randint(0, len(self._waiting)))
         return future
 
-    def _run_until(self, future: Future[Any]) -> None:
+    def _collect(self, future: Future[Any]) -> None:
+        self._on_collect()
         while not future.done():
             self._run(1)
 
@@ -148,7 +150,8 @@ class FakeExecutor:
         self._num_blocks, self._block_size = num_blocks, block_size
         self._fail_at_step = fail_at_step
         self._random = random.Random(seed)
-        self._queue = CommandQueue(when, seed)
+        self.during_step: Callable[[], None] = lambda: None  # called while somebody waits for a result
+        self._queue = CommandQueue(when, seed, lambda: self.during_step())
         self._unsampled: SchedulerOutput | None = None  # sent, its sampling not
         self._forward: tuple[SchedulerOutput, dict[int, Logits]] | None = None  # run, its sampling not
         self._transfers: tuple[list[str], list[str]] = (
@@ -402,6 +405,16 @@ class FakeExecutor:
         self._transfers = ([], [])
         tokens = [[sampled[row]] if row in sampled else [] for row in range(plan.num_rows)]
         return ModelRunnerOutput(tokens, logprobs, prompt_logprobs, errors, arrived, failed)
+
+    def holds(self, group: int, block: int, history: History, start: int) -> bool:
+        """Whether `block` holds what `history` has from position `start` on. For tests."""
+        return all(
+            np.array_equal(
+                self.kv[self._depth_of_layer[layer], self._cells(block)],
+                history.values[layer][start : start + self._size],
+            )
+            for layer in self.config.groups[group].layers
+        )
 
     # -- the worker's half of a KV connector -----------------------------------------------------------------
 

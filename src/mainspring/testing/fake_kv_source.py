@@ -26,7 +26,7 @@ class RemotePrefix(NamedTuple):
 
 
 class Load(msgspec.Struct, array_like=True):
-    """Bring the KV of `token_ids[start:]`, where a block begins, into the blocks; tables begin at position 0."""
+    """Bring the KV of `token_ids[start:]`, from a block's beginning on, into the blocks of whole tables."""
 
     request_id: str
     token_ids: list[int]

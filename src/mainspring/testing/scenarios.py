@@ -104,7 +104,7 @@ def make_guest(dice: Dice, scenario: Scenario, index: int) -> Guest:
         for _ in range(dice.pick([0, 0, 0, 1, 2]))
     ]
     aborted_at = dice.maybe(25, lambda: arrives_at + dice.pick([0, 1, 2, 5, dice.integer(0, 40)]))
-    return Guest(message, arrives_at, aborted_at, structure, tuple(elsewhere))
+    return Guest(message, arrives_at, aborted_at, dice.chance(40), structure, tuple(elsewhere))
 
 
 def make_prompt(dice: Dice, scenario: Scenario) -> list[int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import structs
@@ -32,7 +32,8 @@ from mainspring.base.messages import (
     ResetPrefixCache,
     TokenLogprobs,
 )
-from mainspring.base.params import SamplingParams
+from mainspring.base.params import SamplingParams, StructuredOutputsParams
+from mainspring.core import prefix
 from mainspring.core.kv_cache import KVCacheManager
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.build import blocks_for, group_layers
@@ -41,7 +42,14 @@ from mainspring.testing.fake_clock import FakeClock
 from mainspring.testing.fake_executor import FakeExecutor, When
 from mainspring.testing.fake_grammar import FakeGrammar, FakeGrammarCompiler
 from mainspring.testing.fake_kv_source import FakeKVSource, RemotePrefix
-from mainspring.testing.fake_model import FakeModel, Said, join_logprobs, reference, reference_prompt_logprobs
+from mainspring.testing.fake_model import (
+    FakeModel,
+    History,
+    Said,
+    join_logprobs,
+    reference,
+    reference_prompt_logprobs,
+)
 
 VOCAB_SIZE = 64
 
@@ -62,6 +70,7 @@ class Guest:
     message: EngineCoreRequest
     arrives_at: int = 0  # step
     aborted_at: int | None = None  # step
+    aborted_inside: bool = False  # while that step runs, not before it
     structure: Structure | None = None
     elsewhere: tuple[RemotePrefix, ...] = ()
 
@@ -72,6 +81,7 @@ class Scenario:
     windows: tuple[int | None, ...] = (None,)  # per layer; equal ones share a group
     block_size: int = 4
     spare_blocks: int = 8  # beyond what one longest sequence needs
+    num_blocks: int | None = None  # instead: how many can be held (the null block comes on top)
     max_model_len: int = 64
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 32
@@ -85,6 +95,36 @@ class Scenario:
     crashes: tuple[int, ...] = ()  # steps before which the engine is thrown away
     resets: tuple[tuple[int, bool], ...] = ()  # steps before which the cache is reset, and whether by force
     seed: int = 0
+
+
+def guest(
+    request_id: str,
+    prompt_token_ids: list[int],
+    *,
+    arrives_at: int = 0,
+    aborted_at: int | None = None,
+    structure: Structure | None = None,
+    elsewhere: tuple[RemotePrefix, ...] = (),
+    params: SamplingParams | None = None,
+    **message: Any,
+) -> Guest:
+    """A guest in one line; without `params` it is greedy. Other arguments are fields of its
+    `EngineCoreRequest`.
+    """
+    return Guest(
+        EngineCoreRequest(
+            request_id,
+            prompt_token_ids,
+            params or SamplingParams(temperature=0.0, seed=0, max_tokens=8),
+            arrival_time_s=float(arrives_at),
+            structured_outputs=StructuredOutputsParams(regex="fake") if structure is not None else None,
+            **message,
+        ),
+        arrives_at,
+        aborted_at,
+        structure=structure,
+        elsewhere=elsewhere,
+    )
 
 
 # -- the drive -----------------------------------------------------------------------------------------------
@@ -134,6 +174,7 @@ class Drive:
         self.guests = {guest.message.request_id: guest for guest in scenario.guests}
         self.transcripts: dict[str, Transcript] = {}
         self.num_steps = 0
+        self._aborts_inside: list[str] = []
         self._executor_class = executor_class
         self.start_engine()
 
@@ -152,10 +193,13 @@ class Drive:
         )
         self.executor = self._executor_class(self.model, when=case.when, seed=case.seed)
         self.executor.roots = {name: self.model.root(guest.message) for name, guest in self.guests.items()}
+        self.executor.during_step = self._abort_now
         max_in_flight = case.depth * case.max_num_batched_tokens
         pool = KVCacheConfig(0, case.block_size, group_layers(self.executor.get_kv_cache_specs()))
-        num_blocks = 1 + blocks_for(pool, case.max_model_len, max_in_flight) + case.spare_blocks
-        pool = structs.replace(pool, num_blocks=num_blocks)
+        num_blocks = case.num_blocks
+        if num_blocks is None:
+            num_blocks = blocks_for(pool, case.max_model_len, max_in_flight) + case.spare_blocks
+        pool = structs.replace(pool, num_blocks=1 + num_blocks)
         self.executor.initialize(pool, case.max_model_len)
         elsewhere = {name: guest.elsewhere for name, guest in self.guests.items() if guest.elsewhere}
         self.kv = KVCacheManager(pool, enable_caching=case.caching, max_in_flight_tokens=max_in_flight)
@@ -191,10 +235,25 @@ class Drive:
         self.core.add_request(structs.replace(message, output_token_ids=list(transcript.token_ids)))
 
     def abort(self, request_id: str) -> None:
+        self._mark_aborted(request_id)
+        self.core.abort_requests([request_id])
+
+    def abort_inside_next_step(self, request_id: str) -> None:
+        """As another thread does it, while the step runs."""
+        self._aborts_inside.append(request_id)
+
+    def _abort_now(self) -> None:
+        """The engine waits for a result, and aborts arrive."""
+        while self._aborts_inside:
+            request_id = self._aborts_inside.pop()
+            if request_id in self.scheduler.requests:  # else its end is on the way already
+                self._mark_aborted(request_id)
+            self.core.aborts_queue.put([request_id])
+
+    def _mark_aborted(self, request_id: str) -> None:
         transcript = self.transcripts.get(request_id)
         if transcript is not None and not transcript.is_over:
             transcript.aborted = True
-        self.core.abort_requests([request_id])
 
     def crash(self) -> None:
         """The engine is gone; another gets what the front end knows."""
@@ -203,7 +262,8 @@ class Drive:
             if not transcript.is_over:
                 self.add(request_id)
 
-    def step(self) -> None:
+    def step(self) -> list[EngineCoreOutput]:
+        """One step, checked; what it said."""
         self.compiler.tick()
         first = len(self.executor.plans)
         outputs = self.core.step()
@@ -211,8 +271,9 @@ class Drive:
         self._check_plans(first)
         self.core.check()
         self._take(outputs)
+        return [output for message in outputs.values() for output in message.outputs]
 
-    def run(self, max_steps: int) -> None:
+    def run(self, max_steps: int = 1000) -> None:
         """Step until there is nothing to do."""
         while self.core.has_work():
             max_steps -= 1
@@ -241,6 +302,27 @@ class Drive:
         assert not self.scheduler.parked
         assert len(self.scheduler.waiting) == 0
         assert self.kv.pool.num_idle == self.kv.pool.num_blocks - 1, "a block is held by nobody"
+
+    def check_cache(self) -> None:
+        """Every name in the prefix cache is that of a text somebody had, and its block holds just that."""
+        names: dict[bytes, tuple[History, int]] = {}
+        for name, transcript in self.transcripts.items():
+            message = self.guests[name].message
+            tokens = message.prompt_token_ids + transcript.token_ids
+            history = History(self.model, self.model.root(message))
+            for token_id in tokens:
+                history.append(token_id)
+            parent = prefix.root_hash(message)
+            for start in range(0, len(tokens) - self.kv.block_size + 1, self.kv.block_size):
+                parent = prefix.block_hash(parent, tokens[start : start + self.kv.block_size])
+                names[parent] = (history, start)
+        for group, by_hash in enumerate(self.kv.pool._by_hash):
+            for known, block in by_hash.items():
+                assert known in names, f"block {block} is remembered for a text that nobody had"
+                history, start = names[known]
+                assert self.executor.holds(group, block, history, start), (
+                    f"block {block} does not hold its text"
+                )
 
     def said(self, guest: Guest) -> Said:
         """What the guest has to say, all of it."""
@@ -299,13 +381,16 @@ def play(scenario: Scenario, executor_class: type[FakeExecutor] = FakeExecutor) 
         for guest in scenario.guests:
             if guest.arrives_at == now:
                 drive.add(guest.message.request_id)
-            if guest.aborted_at == now:
+            if guest.aborted_at == now and guest.aborted_inside and drive.core.has_work():
+                drive.abort_inside_next_step(guest.message.request_id)
+            elif guest.aborted_at == now:
                 drive.abort(guest.message.request_id)
         if drive.core.has_work():
             drive.step()
     drive.run(most_steps(scenario))
     drive.check_promise()
     drive.check_idle()
+    drive.check_cache()
     return drive
 
 
@@ -343,6 +428,7 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
         simpler = [
             replace(guest, elsewhere=()),
             replace(guest, aborted_at=None),
+            replace(guest, aborted_inside=False),
             replace(guest, arrives_at=0),
             replace(guest, structure=None, message=structs.replace(message, structured_outputs=None)),
             replace(
