@@ -1,0 +1,320 @@
+"""The contract between a model and the machine that computes it.
+
+Theory of operation.
+- A model is a *walk*: a function that issues operations on an `Ops` and sees nothing else. Operations name weights
+  and buffers by handles, and write into buffers. Constants (widths, epsilons, head shapes) are the model's.
+- Every size that depends on the batch comes from the one `Batch` given to `run`, never from the walk: a walk cannot
+  branch on a batch, for it is not shown one. So a backend may execute the operations as they come (`RefOps`), or
+  record them once and replay the list for every batch. `Recorder` is that list, and the proof.
+- Ragged attention is one operation: requests of any mix of lengths, one-row decodes and chunks of prompts alike.
+- Collectives stand where ranks need them and are the identity for one rank.
+
+Buffers are float32 [rows, width]; in `run` a batch of T tokens gives every buffer T rows, in `run_rows` the given
+rows do. The checks in this file are what every backend owes to the caller: shapes and types, never data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mainspring.base.messages import KVCacheConfig
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Walk = Callable[["Ops"], None]
+ROPE_DTYPE = np.float64  # inverse frequencies: float32 would be off by whole degrees at position 100,000
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes: R requests, T tokens, request r owning rows [query_start_loc[r], query_start_loc[r+1]).
+
+    A row at position p of a request reads the KV of positions <= p through the request's block table, and a table
+    is read only as far as `seq_lens` reaches: what stands behind that is never looked at.
+    """
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    query_start_loc: Ints  # [R + 1]
+    seq_lens: Ints  # [R] tokens of each request after this step
+    block_tables: tuple[Ints, ...]  # per KV group [R, max_blocks]
+    slot_mapping: tuple[
+        npt.NDArray[np.int64], ...
+    ]  # per KV group [T]: block id * block size + offset; -1: not kept
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)
+
+
+class AttentionShape(NamedTuple):
+    """The constants of one attention. A `qkv` buffer holds, per token, query heads, then key heads, then value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float  # of the dot products
+    sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
+    causal: bool = True  # False: a token sees all of its request
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys and values together."""
+        return 2 * self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class LazyWeight:
+    """A matrix that is made again whenever it is used: slow, for weights that do not fit as float32."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[Floats], None]  # writes the whole matrix into a float32 array of `shape`
+
+
+Weight = npt.NDArray[Any] | LazyWeight
+
+
+class Ops(Protocol):
+    """One backend. `name` is what logs and benchmarks print."""
+
+    name: str
+
+    # Set-up, once.
+
+    def add_buffer(self, buffer: str, width: int) -> None:
+        """Declare a buffer of float32 [rows, width]."""
+
+    def add_weight(self, weight: str, value: Weight) -> None:
+        """Hand over a weight (float32; for `rope`, float64 inverse frequencies). It must not change afterwards."""
+
+    def allocate_kv(self, config: KVCacheConfig) -> None:
+        """Make the KV pool; memory may be touched as late as blocks are first written."""
+
+    # A pass.
+
+    def run(self, batch: Batch, walk: Walk) -> None:
+        """Do for `batch` what `walk` says."""
+
+    def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
+        """Put `rows` [S, width] into `buffer`, then do for S rows what `walk` says: row-wise operations only."""
+
+    def read(self, buffer: str) -> Floats:
+        """The rows of the last pass: a view, valid until the next."""
+
+    # Operations on every row.
+
+    def embedding(self, out: str, weight: str) -> None:
+        """out[t] = weight[token_ids[t]]; weight [vocabulary, width of out]."""
+
+    def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
+        """out = x / sqrt(mean(x * x) + eps) * weight, row by row; weight [width]."""
+
+    def linear(self, out: str, x: str, weight: str) -> None:
+        """out = x @ weight.T; weight [width of out, width of x]."""
+
+    def add(self, out: str, x: str) -> None:
+        """out += x."""
+
+    def silu_gate(self, out: str, x: str) -> None:
+        """out = silu(a) * b, where x is [a | b]."""
+
+    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
+        """Turn, in place, the first `num_heads` heads of every row by position * freqs.
+
+        The i-th of the n frequencies turns elements (2i, 2i + 1) of a head if `interleaved`, else (i, n + i). Elements
+        from 2n on stay as they are.
+        """
+
+    # Operations on requests.
+
+    def write_kv(self, layer: int, qkv: str, shape: AttentionShape) -> None:
+        """Keep every row's keys and values in the layer's cache, where `slot_mapping` says."""
+
+    def attention(self, out: str, layer: int, qkv: str, shape: AttentionShape) -> None:
+        """out[t] = softmax(scale * q[t] @ keys) @ values over what row t sees; comes after the layer's `write_kv`.
+
+        Query head h reads KV head h // (num_heads // num_kv_heads).
+        """
+
+    # Collectives.
+
+    def all_reduce(self, x: str) -> None:
+        """x = the sum of all ranks' x."""
+
+    def all_gather(self, out: str, x: str) -> None:
+        """out = all ranks' x, side by side in order of rank."""
+
+    def send(self, x: str, rank: int) -> None: ...
+
+    def recv(self, x: str, rank: int) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what every backend checks, on every call
+# ---------------------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: Batch, num_groups: int) -> None:
+    tokens, requests = batch.num_tokens, batch.num_requests
+    for name in ("token_ids", "positions", "query_start_loc", "seq_lens"):
+        array = getattr(batch, name)
+        assert array.dtype == np.int32 and array.ndim == 1, f"{name} {array.dtype} {array.shape}"
+    assert batch.positions.shape == (tokens,), f"positions {batch.positions.shape} for {tokens} tokens"
+    assert batch.query_start_loc.shape == (requests + 1,), f"query_start_loc {batch.query_start_loc.shape}"
+    assert len(batch.block_tables) == len(batch.slot_mapping) == num_groups, (
+        f"{len(batch.block_tables)} KV groups"
+    )
+    for table, slots in zip(batch.block_tables, batch.slot_mapping, strict=True):
+        assert table.dtype == np.int32 and table.ndim == 2 and len(table) == requests, (
+            f"block table {table.shape}"
+        )
+        assert slots.dtype == np.int64 and slots.shape == (tokens,), (
+            f"slot_mapping {slots.dtype} {slots.shape}"
+        )
+
+
+def check_linear(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
+    assert weight == (out_width, x_width), f"weight {weight} for {x_width} -> {out_width}"
+
+
+def check_embedding(out_width: int, weight: tuple[int, ...]) -> None:
+    assert len(weight) == 2 and weight[1] == out_width, f"weight {weight} for rows of {out_width}"
+
+
+def check_norm(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
+    assert out_width == x_width and weight == (x_width,), f"weight {weight} for {x_width} -> {out_width}"
+
+
+def check_same(out_width: int, x_width: int) -> None:
+    assert out_width == x_width, f"{x_width} -> {out_width}"
+
+
+def check_gate(out_width: int, x_width: int) -> None:
+    assert x_width == 2 * out_width, f"gate and up of {x_width} for {out_width}"
+
+
+def check_rope(x_width: int, num_heads: int, head_size: int, freqs: tuple[int, ...]) -> None:
+    assert num_heads * head_size <= x_width, f"{num_heads} heads of {head_size} in {x_width}"
+    assert len(freqs) == 1 and 2 * freqs[0] <= head_size, f"frequencies {freqs} for heads of {head_size}"
+
+
+def check_kv(qkv_width: int, shape: AttentionShape) -> None:
+    assert shape.num_heads % shape.num_kv_heads == 0, (
+        f"{shape.num_heads} heads on {shape.num_kv_heads} KV heads"
+    )
+    assert qkv_width == shape.q_width + shape.kv_width, f"qkv of {qkv_width} for {shape}"
+
+
+def check_attention(out_width: int, qkv_width: int, shape: AttentionShape) -> None:
+    check_kv(qkv_width, shape)
+    assert out_width == shape.q_width, f"output of {out_width} for {shape}"
+    assert shape.causal or shape.sliding_window is None, "a window needs causal attention"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# recording
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One recorded operation: its name and its handles and constants, in the contract's order."""
+
+    op: str
+    operands: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """An `Ops` that only notes what it is asked to do, and checks it once: the first half of a replaying backend.
+
+    `calls` is the program of the last pass. Weights are kept as shapes.
+    """
+
+    name: str = "recorder"
+    calls: list[Call] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_groups: int = 0
+
+    def add_buffer(self, buffer: str, width: int) -> None:
+        self.widths[buffer] = width
+
+    def add_weight(self, weight: str, value: Weight) -> None:
+        self.weights[weight] = tuple(value.shape)
+
+    def allocate_kv(self, config: KVCacheConfig) -> None:
+        self.num_groups = len(config.groups)
+
+    def run(self, batch: Batch, walk: Walk) -> None:
+        check_batch(batch, self.num_groups)
+        self.calls = []
+        walk(self)
+
+    def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
+        assert rows.shape[1] == self.widths[buffer]
+        self.calls = []
+        walk(self)
+
+    def read(self, buffer: str) -> Floats:
+        """No rows: nothing was computed."""
+        return np.empty((0, self.widths[buffer]), np.float32)
+
+    def embedding(self, out: str, weight: str) -> None:
+        check_embedding(self.widths[out], self.weights[weight])
+        self._note("embedding", out, weight)
+
+    def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
+        check_norm(self.widths[out], self.widths[x], self.weights[weight])
+        self._note("rms_norm", out, x, weight, eps)
+
+    def linear(self, out: str, x: str, weight: str) -> None:
+        check_linear(self.widths[out], self.widths[x], self.weights[weight])
+        self._note("linear", out, x, weight)
+
+    def add(self, out: str, x: str) -> None:
+        check_same(self.widths[out], self.widths[x])
+        self._note("add", out, x)
+
+    def silu_gate(self, out: str, x: str) -> None:
+        check_gate(self.widths[out], self.widths[x])
+        self._note("silu_gate", out, x)
+
+    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
+        check_rope(self.widths[x], num_heads, head_size, self.weights[freqs])
+        self._note("rope", x, freqs, num_heads, head_size, interleaved)
+
+    def write_kv(self, layer: int, qkv: str, shape: AttentionShape) -> None:
+        check_kv(self.widths[qkv], shape)
+        self._note("write_kv", layer, qkv, shape)
+
+    def attention(self, out: str, layer: int, qkv: str, shape: AttentionShape) -> None:
+        check_attention(self.widths[out], self.widths[qkv], shape)
+        self._note("attention", out, layer, qkv, shape)
+
+    def all_reduce(self, x: str) -> None:
+        self._note("all_reduce", x)
+
+    def all_gather(self, out: str, x: str) -> None:
+        self._note("all_gather", out, x)
+
+    def send(self, x: str, rank: int) -> None:
+        self._note("send", x, rank)
+
+    def recv(self, x: str, rank: int) -> None:
+        self._note("recv", x, rank)
+
+    def _note(self, op: str, *operands: Any) -> None:
+        self.calls.append(Call(op, operands))

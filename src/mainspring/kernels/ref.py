@@ -1,0 +1,216 @@
+"""Every operation in numpy: the specification of the others, the oracle of their tests, and what runs without them.
+
+Theory of operation.
+- Operations are executed as they come. Buffers are allocated once for `max_rows` rows (untouched pages cost nothing)
+  and grow if a pass has more; a pass works on views of their first rows.
+- What depends on the batch alone (rotations, attention plans) is made when first asked for and kept for the pass.
+- `linear` has three forms that give the same sums in different order, chosen by the number of rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from mainspring.base.messages import KVCacheConfig
+from mainspring.kernels import ops as contract
+from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
+from mainspring.kernels.ops import AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
+
+# Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product per row wins,
+# as long as the matrix stays in the cache between them; then the weights on the left, then the ordinary order.
+VECTOR_ROWS = 8
+CACHED_BYTES = 16 << 20
+WEIGHTS_LEFT_ROWS = 48
+
+
+class RefOps:
+    """The numpy backend. Not for use by several threads at once."""
+
+    def __init__(self, max_rows: int = 0) -> None:
+        self.name = "numpy"
+        self._capacity = max_rows
+        self._widths: dict[str, int] = {}
+        self._storage: dict[str, Floats] = {}
+        self._weights: dict[str, Weight] = {}
+        self._scratch = Scratch()
+        self._block_size = 0
+        self._group_of_layer: dict[int, int] = {}
+        self._cache_of_layer: dict[int, Floats] = {}
+        # of the pass:
+        self._batch: Batch | None = None
+        self._views: dict[str, Floats] = {}
+        self._plans: dict[tuple[int, AttentionShape], list[Tile]] = {}
+        self._turns: dict[str, npt.NDArray[np.complex64]] = {}
+
+    # Set-up.
+
+    def add_buffer(self, buffer: str, width: int) -> None:
+        self._widths[buffer] = width
+        self._storage[buffer] = np.empty(self._capacity * width, np.float32)
+
+    def add_weight(self, weight: str, value: Weight) -> None:
+        self._weights[weight] = value
+
+    def allocate_kv(self, config: KVCacheConfig) -> None:
+        # zeros, not empty: both are touched lazily, and only zeros are sure to hold no NaN.
+        per_block = config.block_size * max(group.spec.bytes_per_token for group in config.groups) // 4
+        tensors = [np.zeros((config.num_blocks, per_block), np.float32) for _ in range(config.num_tensors)]
+        self._block_size = config.block_size
+        for index, group in enumerate(config.groups):
+            assert group.spec.bytes_per_token * config.block_size == per_block * 4, (
+                "groups share a pool: equal bytes"
+            )
+            for j, layer in enumerate(group.layers):
+                self._group_of_layer[layer] = index
+                self._cache_of_layer[layer] = tensors[j]
+        self._num_groups = len(config.groups)
+
+    # A pass.
+
+    def run(self, batch: Batch, walk: Walk) -> None:
+        contract.check_batch(batch, self._num_groups)
+        self._begin(batch.num_tokens, batch)
+        self._execute(walk)
+
+    def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
+        self._begin(len(rows), None)
+        self._views[buffer][...] = rows
+        self._execute(walk)
+
+    def read(self, buffer: str) -> Floats:
+        return self._views[buffer]
+
+    def _begin(self, num_rows: int, batch: Batch | None) -> None:
+        self._batch = batch
+        self._plans, self._turns = {}, {}
+        if num_rows > self._capacity:
+            self._capacity = num_rows
+            for buffer, width in self._widths.items():
+                self._storage[buffer] = np.empty(num_rows * width, np.float32)
+        self._views = {
+            buffer: self._storage[buffer][: num_rows * width].reshape(num_rows, width)
+            for buffer, width in self._widths.items()
+        }
+
+    def _execute(self, walk: Walk) -> None:
+        # Overflow is part of silu and of masked scores; a NaN is found where rows are sampled, and named there.
+        with np.errstate(all="ignore"):
+            walk(self)
+
+    # Operations on every row.
+
+    def embedding(self, out: str, weight: str) -> None:
+        rows, table = self._views[out], self._matrix(weight)
+        contract.check_embedding(rows.shape[1], table.shape)
+        rows[...] = table[self._step.token_ids]
+
+    def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
+        rows, source, scale = self._views[out], self._views[x], self._matrix(weight)
+        contract.check_norm(rows.shape[1], source.shape[1], scale.shape)
+        squares = np.einsum("tw,tw->t", source, source)
+        np.multiply(source, (1.0 / np.sqrt(squares / source.shape[1] + np.float32(eps)))[:, None], out=rows)
+        rows *= scale
+
+    def linear(self, out: str, x: str, weight: str) -> None:
+        rows, source, matrix = self._views[out], self._views[x], self._matrix(weight)
+        contract.check_linear(rows.shape[1], source.shape[1], matrix.shape)
+        num_rows = len(source)
+        if num_rows == 1 or (num_rows <= VECTOR_ROWS and matrix.nbytes <= CACHED_BYTES):
+            for row, result in zip(source, rows, strict=True):
+                np.dot(matrix, row, out=result)
+        elif num_rows <= WEIGHTS_LEFT_ROWS:
+            rows[...] = np.dot(matrix, source.T, out=self._scratch.take("linear", (len(matrix), num_rows))).T
+        else:
+            np.dot(source, matrix.T, out=rows)
+
+    def add(self, out: str, x: str) -> None:
+        rows, source = self._views[out], self._views[x]
+        contract.check_same(rows.shape[1], source.shape[1])
+        rows += source
+
+    def silu_gate(self, out: str, x: str) -> None:
+        rows, source = self._views[out], self._views[x]
+        width = rows.shape[1]
+        contract.check_gate(width, source.shape[1])
+        gate, up = source[:, :width], source[:, width:]
+        np.exp(np.negative(gate, out=rows), out=rows)
+        rows += 1.0
+        np.divide(gate, rows, out=rows)
+        rows *= up
+
+    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
+        source, frequencies = self._views[x], self._matrix(freqs)
+        contract.check_rope(source.shape[1], num_heads, head_size, frequencies.shape)
+        turns = self._turns.get(freqs)
+        if turns is None:
+            angles = self._step.positions[:, None, None] * frequencies
+            turns = self._turns[freqs] = np.exp(1j * angles).astype(np.complex64)
+        n = len(frequencies)
+        heads = source[:, : num_heads * head_size].reshape(len(source), num_heads, head_size)
+        if interleaved:
+            # A pair of neighbours is a complex number, and turning it is one multiplication.
+            pairs = heads[:, :, : 2 * n].view(np.complex64)
+            pairs *= turns
+        else:
+            first, second = heads[:, :, :n], heads[:, :, n : 2 * n]
+            turned = (first + 1j * second) * turns
+            first[...], second[...] = turned.real, turned.imag
+
+    # Operations on requests.
+
+    def write_kv(self, layer: int, qkv: str, shape: AttentionShape) -> None:
+        source = self._views[qkv]
+        contract.check_kv(source.shape[1], shape)
+        slots = self._step.slot_mapping[self._group_of_layer[layer]]
+        cache = self._cache_of_layer[layer].reshape(-1, shape.kv_width)
+        if len(slots) and slots.min() < 0:
+            kept = slots >= 0
+            cache[slots[kept]] = source[kept, shape.q_width :]
+        else:
+            cache[slots] = source[:, shape.q_width :]
+
+    def attention(self, out: str, layer: int, qkv: str, shape: AttentionShape) -> None:
+        rows, source = self._views[out], self._views[qkv]
+        contract.check_attention(rows.shape[1], source.shape[1], shape)
+        key = (self._group_of_layer[layer], shape)
+        tiles = self._plans.get(key)
+        if tiles is None:
+            tiles = self._plans[key] = plan_attention(self._step, *key, self._block_size)
+        query, cache = source[:, : shape.q_width], self._cache_of_layer[layer]
+        for tile in tiles:
+            attend(tile, query, cache, rows, shape, self._scratch)
+
+    # Collectives: one rank.
+
+    def all_reduce(self, x: str) -> None:
+        del x
+
+    def all_gather(self, out: str, x: str) -> None:
+        rows, source = self._views[out], self._views[x]
+        contract.check_same(rows.shape[1], source.shape[1])
+        if out != x:
+            rows[...] = source
+
+    def send(self, x: str, rank: int) -> None:
+        raise NotImplementedError(f"send of {x} to rank {rank}: the numpy backend is one rank")
+
+    def recv(self, x: str, rank: int) -> None:
+        raise NotImplementedError(f"recv of {x} from rank {rank}: the numpy backend is one rank")
+
+    # Inside.
+
+    @property
+    def _step(self) -> Batch:
+        assert self._batch is not None, (
+            "this operation needs a batch: it cannot stand in a pass over given rows"
+        )
+        return self._batch
+
+    def _matrix(self, weight: str) -> npt.NDArray[np.float32]:
+        value = self._weights[weight]
+        if isinstance(value, LazyWeight):
+            array = self._scratch.take("weight", value.shape)
+            value.fill(array)
+            return array
+        return value

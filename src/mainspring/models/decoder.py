@@ -1,0 +1,96 @@
+"""The forward pass of a decoder, written once against the `Ops` contract.
+
+A layer is x += attention(norm(x)), then x += mlp(norm(x)), on a residual stream `hidden`. Ranks that hold a share of
+the heads and of the MLP's width add up their branches (`all_reduce`); ranks that hold a share of the vocabulary put
+their logits side by side (`all_gather`). For one rank both are nothing.
+
+`_layers` and `_head` are walks: they issue the same operations for every batch, because they see none.
+"""
+
+from __future__ import annotations
+
+from mainspring.base.messages import KVCacheConfig, KVCacheSpec
+from mainspring.kernels.ops import Batch, Floats, Ops
+from mainspring.models.spec import ModelSpec
+from mainspring.models.weights import rope_handle
+
+
+class Decoder:
+    """A model on a backend. The weights of `weight_table(spec)` must be in `ops` before the first pass."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.vocab_size = spec.vocab_size
+        self.weights_form = "float32"  # or "by layer": dequantised at each use, which is slow
+        self._head_weight = "embedding" if spec.tied_embeddings else "head"
+        self._add_buffers()
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One per layer, in order."""
+        return [layer.attn.kv_cache_spec for layer in self.spec.layers]
+
+    def initialize_kv(self, config: KVCacheConfig) -> None:
+        """Make the KV pool. Its memory is touched when blocks are first written."""
+        self.ops.allocate_kv(config)
+
+    def forward(self, batch: Batch) -> Floats:
+        """The final hidden states [T, hidden], after the last norm: a view, valid until the next call of anything here.
+
+        The KV of the batch's tokens is written on the way.
+        """
+        self.ops.run(batch, self._layers)
+        return self.ops.read("normed")
+
+    def logits(self, hidden_rows: Floats) -> Floats:
+        """The logits [S, vocab] of S chosen rows of what `forward` gave: a view, valid until the next call.
+
+        For many rows call it in tiles: a row of logits is a vocabulary wide.
+        """
+        self.ops.run_rows("normed", hidden_rows, self._head)
+        return self.ops.read("logits")
+
+    def _layers(self, ops: Ops) -> None:
+        ops.embedding("hidden", "embedding")
+        for index, layer in enumerate(self.spec.layers):
+            at = f"layers.{index}."
+            attn, shape = layer.attn, layer.attn.shape
+            ops.rms_norm("normed", "hidden", at + "attn_norm", self.spec.norm_eps)
+            ops.linear("qkv", "normed", at + "wqkv")
+            ops.rope(
+                "qkv",
+                rope_handle(attn.rope),
+                attn.num_heads + attn.num_kv_heads,
+                attn.head_size,
+                attn.rope.interleaved,
+            )
+            ops.write_kv(index, "qkv", shape)
+            ops.attention("attended", index, "qkv", shape)
+            ops.linear("branch", "attended", at + "wo")
+            ops.all_reduce("branch")
+            ops.add("hidden", "branch")
+
+            ops.rms_norm("normed", "hidden", at + "mlp_norm", self.spec.norm_eps)
+            ops.linear("gate_up", "normed", at + "w_gate_up")
+            ops.silu_gate("activated", "gate_up")
+            ops.linear("branch", "activated", at + "w_down")
+            ops.all_reduce("branch")
+            ops.add("hidden", "branch")
+        ops.rms_norm("normed", "hidden", "output_norm", self.spec.norm_eps)
+
+    def _head(self, ops: Ops) -> None:
+        ops.linear("logits", "normed", self._head_weight)
+        ops.all_gather("logits", "logits")
+
+    def _add_buffers(self) -> None:
+        hidden = self.spec.hidden_size
+        # All layers of a supported family have one shape, so the first one's widths are everyone's.
+        layer = self.spec.layers[0]
+        shape, width = layer.attn.shape, layer.mlp.intermediate_size
+        for buffer in ("hidden", "normed", "branch"):
+            self.ops.add_buffer(buffer, hidden)
+        self.ops.add_buffer("qkv", shape.q_width + shape.kv_width)
+        self.ops.add_buffer("attended", shape.q_width)
+        self.ops.add_buffer("gate_up", 2 * width)
+        self.ops.add_buffer("activated", width)
+        self.ops.add_buffer("logits", self.spec.vocab_size)

@@ -1,0 +1,70 @@
+"""From an `EngineConfig` to a model that computes: `load_model` is what a worker calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mainspring.base.config import EngineConfig
+from mainspring.base.errors import CheckpointError, ConfigError
+from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.kernels.ref import RefOps
+from mainspring.kernels.threads import set_blas_threads
+from mainspring.models.decoder import Decoder
+from mainspring.models.families import from_config, from_gguf
+from mainspring.models.spec import ModelSpec
+from mainspring.models.weights import dummy_weights, load_weights
+
+
+def load_model(config: EngineConfig) -> Decoder:
+    """Read the model `config.model` names (a GGUF file; for dummy weights also a config: a .json file, or its text).
+
+    Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
+    """
+    if config.kernels == "native":
+        raise ConfigError("kernels native: there are no native kernels yet; use kernels numpy, or auto")
+    if config.num_threads is not None:
+        set_blas_threads(config.num_threads)
+    ops = RefOps(max_rows=config.scheduler.max_num_batched_tokens)
+    if config.load_format == "dummy":
+        spec = dummy_spec(config.model)
+        decoder = Decoder(spec, ops)
+        dummy_weights(spec, ops, config.seed)
+        return decoder
+    source = GGUFFile(config.model)
+    try:
+        model = from_gguf(source.metadata, source)
+        decoder = Decoder(model.spec, ops)
+        decoder.weights_form = load_weights(model, source, ops)
+    except CheckpointError as error:
+        source.close()
+        raise CheckpointError(f"{config.model}: {error}") from error
+    if decoder.weights_form == "float32":
+        source.close()
+    return decoder
+
+
+def dummy_spec(model: str) -> ModelSpec:
+    """The shape of a model: from a config's JSON text or .json file, or from a GGUF file whose weights are not read."""
+    if model.lstrip().startswith("{"):
+        return from_config(_config(model, "the model's config"))
+    if model.endswith(".json"):
+        try:
+            text = Path(model).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{model}: cannot be read: {error}") from None
+        return from_config(_config(text, model))
+    with GGUFFile(model) as source:
+        return from_gguf(source.metadata, source).spec
+
+
+def _config(text: str, what: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{what} is {type(config).__name__}; expected a JSON object")
+    return config

@@ -1,0 +1,180 @@
+"""Weights into the kernels: every tensor of a file by its role, each accounted for.
+
+Theory of operation.
+- All matrices live in one float32 arena, and a handle that stacks roles is one run of it: parts are dequantised
+  straight to where they stay. Two threads do it, longest first; numpy releases the interpreter while it computes.
+- Where the arena does not fit in memory, matrices stay as they are in the file and are dequantised at each use.
+- Afterwards the file's own pages are dropped: they would count twice.
+
+Missing, unknown, mis-shaped and non-finite tensors are refused by name, all shapes before any data is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mainspring.base.errors import CheckpointError
+from mainspring.base.log import get_logger
+from mainspring.kernels.ops import Floats, LazyWeight, Ops
+from mainspring.models.families import Model, TensorSource
+from mainspring.models.spec import ModelSpec, Part, RopeSpec, weight_table
+
+logger = get_logger(__name__)
+
+MEMORY_SHARE = 0.7  # of what is free, that weights may take: the KV pool and the rest need some
+LOAD_THREADS = 2  # more would wait for memory
+ALIGNMENT = 16  # floats: a cache line
+
+
+class _Job(NamedTuple):
+    """A tensor to be read into its place."""
+
+    name: str
+    out: Floats
+
+
+def load_weights(model: Model, source: TensorSource, ops: Ops, *, memory_bytes: int | None = None) -> str:
+    """Give every weight of `model` to `ops`; answers "float32", or "by layer" where they stay quantised.
+
+    `memory_bytes` is how much float32 weights may take; default: `MEMORY_SHARE` of what is free.
+    Raises `CheckpointError` naming the tensor at fault.
+    """
+    table = dict(weight_table(model.spec))
+    _account(model, table, source)
+    needed = 4 * sum(math.prod(part.shape) for parts in table.values() for part in parts)
+    allowed = int(MEMORY_SHARE * free_memory_bytes()) if memory_bytes is None else memory_bytes
+    by_layer = needed > allowed
+    arrays = _arena(table, matrices=not by_layer)
+    for handle, parts in table.items():
+        ops.add_weight(handle, arrays[handle] if handle in arrays else _lazy(model, parts, source))
+    slices = (piece for handle, array in arrays.items() for piece in _slices(table[handle], array))
+    _read([_Job(model.names[part.role], rows) for part, rows in slices], source)
+    source.drop_pages()
+    _add_ropes(model.spec, ops, arrays.get("rope_factors"))
+    if by_layer:
+        logger.warning(
+            "weights stay quantised and are dequantised again in every step, which is slow: as float32 they would "
+            "take %.1f GiB, and %.1f GiB of memory may be used",
+            needed / 2**30,
+            allowed / 2**30,
+        )
+    return "by layer" if by_layer else "float32"
+
+
+def dummy_weights(spec: ModelSpec, ops: Ops, seed: int = 0) -> None:
+    """Random weights of the right shapes, the same for the same seed: activations stay near unit size."""
+    rng = np.random.default_rng(seed)
+    for handle, array in _arena(dict(weight_table(spec)), matrices=True).items():
+        rng.standard_normal(out=array, dtype=np.float32)
+        array *= 0.1 if array.ndim == 1 else array.shape[-1] ** -0.5
+        if array.ndim == 1:
+            array += 1.0
+        ops.add_weight(handle, array)
+    _add_ropes(spec, ops, None)
+
+
+def rope_handle(rope: RopeSpec) -> str:
+    """What a RopeSpec's frequencies are called; equal specs share them."""
+    return f"rope.{rope.rotary_dim}.{rope.theta:g}{'.factors' if rope.has_factors else ''}"
+
+
+def free_memory_bytes() -> int:
+    """What can be taken without swapping, as the kernel estimates it, within a control group's limit."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = (group / "memory.current").read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+
+
+def _account(model: Model, table: dict[str, tuple[Part, ...]], source: TensorSource) -> None:
+    """Every role has a tensor of its shape, and every tensor a role."""
+    known = set(source.tensor_names)
+    wanted = {model.names[part.role]: part.shape for parts in table.values() for part in parts}
+    for name, shape in wanted.items():
+        if name not in known:
+            raise CheckpointError(f"tensor {name!r} is missing; expected shape {list(shape)}")
+        found = tuple(source.info(name).shape)
+        if found != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {list(found)}; expected {list(shape)}")
+    extra = sorted(known - wanted.keys())
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise CheckpointError(
+            f"tensor {extra[0][:80]!r}{more} is in the file, and {model.spec.architecture} has no place for it"
+        )
+
+
+def _arena(table: dict[str, tuple[Part, ...]], *, matrices: bool) -> dict[str, Floats]:
+    """An unwritten array for every handle (vectors only, if not `matrices`), all in one allocation.
+
+    One allocation, because numpy asks for huge pages for large ones: fewer faults now, fewer misses later.
+    """
+    shapes = {
+        handle: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        for handle, parts in table.items()
+        if matrices or len(parts[0].shape) == 1
+    }
+    padded = {handle: -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for handle, shape in shapes.items()}
+    memory = np.empty(sum(padded.values()) + ALIGNMENT, np.float32)
+    start = -(memory.ctypes.data // 4) % ALIGNMENT
+    arrays = {}
+    for handle, shape in shapes.items():
+        arrays[handle] = memory[start : start + math.prod(shape)].reshape(shape)
+        start += padded[handle]
+    return arrays
+
+
+def _slices(parts: tuple[Part, ...], array: Floats) -> Iterator[tuple[Part, Floats]]:
+    """Each part with its rows of the stacked array."""
+    start = 0
+    for part in parts:
+        yield part, array[start : start + part.shape[0]]
+        start += part.shape[0]
+
+
+def _lazy(model: Model, parts: tuple[Part, ...], source: TensorSource) -> LazyWeight:
+    def fill(out: Floats) -> None:
+        for part, rows in _slices(parts, out):
+            source.dequantise(model.names[part.role], rows)
+
+    return LazyWeight((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), fill)
+
+
+def _read(jobs: list[_Job], source: TensorSource) -> None:
+    def read(job: _Job) -> None:
+        source.dequantise(job.name, job.out)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(job.out.sum())
+        if not finite:
+            raise CheckpointError(
+                f"tensor {job.name!r} holds NaN or infinity; expected finite weights: a damaged file?"
+            )
+
+    with ThreadPoolExecutor(LOAD_THREADS, "weights") as threads:
+        for _ in threads.map(read, sorted(jobs, key=lambda job: -job.out.size)):
+            pass
+
+
+def _add_ropes(spec: ModelSpec, ops: Ops, factors: Floats | None) -> None:
+    for rope in {layer.attn.rope for layer in spec.layers}:
+        exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
+        frequencies = rope.theta**-exponents
+        if rope.has_factors:
+            assert factors is not None
+            frequencies /= factors
+        ops.add_weight(rope_handle(rope), frequencies)
