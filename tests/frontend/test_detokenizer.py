@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import pytest
 from frontend_toys import END, TOY
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mainspring.base.params import SamplingParams
-from mainspring.frontend.detokenizer import REPLACEMENT, Detokenizer, TokenBytes
+from mainspring.frontend.detokenizer import Detokenizer, TokenBytes
 
+REPLACEMENT = "\ufffd"
 BYTES = TokenBytes(TOY, skip_special_tokens=True)
 WORLD = "👩‍👩‍👧‍👦 नमस्ते 你好 ďábel שלום 🇨🇭 e\u0301"
 
@@ -56,15 +57,19 @@ def after_what_is_shared(before: str, both: str) -> str:
     return both[num_shared:]
 
 
-tokens = st.lists(st.integers(0, TOY.vocab_size + 4), max_size=40)
+leads = [0xE0, 0xED, 0xF0, 0xF4, 0xC3, 0xEF, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xBD, 0x61]
+tokens = st.lists(st.sampled_from(leads) | st.integers(0, TOY.vocab_size + 4), max_size=12)
 
 
 @settings(max_examples=300, deadline=None)
+@example([], [0xED, 0xA0], None)  # held by the codec as unfinished, though nothing can complete it
+@example([0xED, 0xA0], [0x61], None)
+@example([0xED], [0xA0], None)
 @given(tokens, tokens, st.data())
 def test_any_bytes_any_split_any_prompt(prompt, ids, data):
     """Cases B086, B089, B106: text is decode(prompt + answer) after what it shares with decode(prompt),
     whatever the bytes; ids that the tokenizer lacks are empty."""
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
+    cuts = sorted((data.draw(st.sets(st.integers(0, len(ids)))) if data else set()) | {0, len(ids)})
     pieces, _ = deltas(detokenizer(prompt), [ids[a:b] for a, b in pairwise(cuts)])
     known = [i for i in prompt if i < TOY.vocab_size]
     both = TOY.decode(known + [i for i in ids if i < TOY.vocab_size])

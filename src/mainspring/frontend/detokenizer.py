@@ -67,7 +67,7 @@ class Detokenizer:
         "_held",
         "_include_stop",
         "_min_tokens",
-        "_owed_by_prompt",
+        "_num_of_prompt",
         "_pieces",
         "_state",
         "_unfinished",
@@ -82,7 +82,8 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._unfinished = _unfinished_end(token_bytes, prompt_token_ids)
-        self._owed_by_prompt = bool(self._unfinished)  # its U+FFFD, should it come, is the prompt's
+        # U+FFFD that decode(prompt) ends in; should they come again, they are not of the answer.
+        self._num_of_prompt = len(self._unfinished.decode("utf-8", "replace"))
         self._pieces: list[str] = []  # decoded and not taken
         self._state = 0  # of the finder
         self._held = 0  # characters at the end of `_pieces` that may begin a stop string
@@ -97,9 +98,8 @@ class Detokenizer:
             unfinished = data[used:]
             if not piece:
                 continue
-            if self._owed_by_prompt:
-                self._owed_by_prompt = False
-                piece = piece.removeprefix(REPLACEMENT)
+            if self._num_of_prompt:
+                piece = self._without_the_prompts(piece)
             if self._finder is not None:
                 stop = self._search(self._finder, piece, self.num_tokens + count > self._min_tokens)
                 if stop is not None:
@@ -122,11 +122,16 @@ class Detokenizer:
         return text
 
     def flush(self) -> None:
-        """Nothing follows: what was kept back is text, and an unfinished character is one U+FFFD."""
-        if self._unfinished and not self._owed_by_prompt:
-            self._pieces.append(REPLACEMENT)
+        """Nothing follows: what was kept back is text, and what is unfinished is U+FFFD."""
+        self._pieces.append(self._without_the_prompts(self._unfinished.decode("utf-8", "replace")))
         self._unfinished = b""
         self._held = 0
+
+    def _without_the_prompts(self, piece: str) -> str:
+        """The first piece, after what it shares with the end of decode(prompt)."""
+        num_leading = len(piece) - len(piece.lstrip(REPLACEMENT))
+        num_shared, self._num_of_prompt = min(num_leading, self._num_of_prompt), 0
+        return piece[num_shared:]
 
     def _search(self, finder: StopFinder, piece: str, may_stop: bool) -> str | None:
         """Look for the end of a stop string in `piece`; where one is, `_pieces` is cut accordingly.
