@@ -83,6 +83,10 @@ def test_a_plan_that_reads_what_was_not_sampled_is_our_mistake():
     step(batch, plan({0: 2}, new_requests=[new_request(0, [1, 2])]))
     with pytest.raises(AssertionError, match="not sampled yet"):
         batch.build(plan({0: 1}))
+    batch.append_token(0, 5)
+    batch.apply(plan({}, new_requests=[new_request(1, [1, 2])]))
+    with pytest.raises(AssertionError, match="do not reach their end"):
+        batch.build(plan({0: 1, 1: 1}))
     with pytest.raises(AssertionError, match="slot 3 is empty"):
         batch.at(3)
 
@@ -108,7 +112,8 @@ def test_any_chunks_give_each_row_its_own_tokens(requests, random):
     while left:
         slots = random.sample(sorted(left), random.randint(1, len(left)))
         rows = {slot: random.randint(1, min(left[slot], requests[slot][1])) for slot in slots}
-        built = step(batch, plan(rows, new_requests=entering))
+        done = [slot for slot, n in rows.items() if n == left[slot]]
+        built = step(batch, plan(rows, done, new_requests=entering))
         entering = []
         for row, slot in enumerate(slots):
             part = slice(*built.query_start_loc[row : row + 2])

@@ -221,7 +221,7 @@ def test_grammar_mask_comes_before_everything_and_ids_beyond_it_are_not_allowed(
 @pytest.mark.parametrize("min_tokens", [0, 1, 4])
 @pytest.mark.parametrize("params", [{}, {"seed": 5, "temperature": 1.0, "top_k": 2}])
 def test_min_tokens_forbids_the_end_exactly_so_long(min_tokens, params):
-    """Case B076: with EOS always the best, exactly min_tokens others come first; the prompt does not count."""
+    """Case B076: with EOS always the best, min_tokens others come first; the prompt does not count."""
     wish = SamplingParams(**{**GREEDY, **params}, min_tokens=min_tokens, logit_bias={EOS: 100.0, 7: -1.0})
     live = state(V, wish, prompt=[EOS, 1, 2], stop_token_ids=[EOS, 7])
     said = []

@@ -69,7 +69,11 @@ class InputBatch:
         counts = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         computed = self.num_computed_tokens[slots]
         seq_lens = computed + counts
-        assert (seq_lens <= self.num_tokens[slots]).all(), "the plan reads tokens that were not sampled yet"
+        known = self.num_tokens[slots]
+        assert (seq_lens <= known).all(), "the plan reads tokens that were not sampled yet"
+        assert (seq_lens == known)[plan.sampling_rows].all(), (
+            "the plan samples rows that do not reach their end"
+        )
         query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         if len(slots) == plan.num_tokens:

@@ -15,7 +15,7 @@ Logits are computed for a few rows at a time, so their memory does not grow with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +68,7 @@ class _Parked:
 
     plan: SchedulerOutput
     hidden: FloatArray  # [sampling rows, hidden], a copy
-    output: ModelRunnerOutput = field(default_factory=lambda: ModelRunnerOutput([]))
+    output: ModelRunnerOutput  # all but what sampling adds
 
 
 class ModelRunner:
@@ -94,9 +94,7 @@ class ModelRunner:
         """The forward pass of a plan; its result if nothing is sampled, else None: `sample_tokens` has it."""
         assert self._parked is None, f"step {plan.step_id} came before the sampling of the step before it"
         if plan.kv_transfer is not None:
-            raise EngineError(
-                "the plan carries KV transfers, but no KV connector is configured in this worker"
-            )
+            raise EngineError("the plan carries KV transfers, but no KV connector is configured here")
         self.batch.apply(plan)
         self._zero_and_copy(plan)
         output = ModelRunnerOutput([[] for _ in plan.slots])

@@ -346,14 +346,12 @@ def kth_largest(logits: FloatArray, k: int) -> np.float32:
 def nucleus(logits: FloatArray, largest: float, top_p: float) -> IdArray:
     """Indices, ascending, of the fewest tokens that together have the probability `top_p`.
 
-    The best come first, and the token that crosses the line stays; among equals on the line the lower ids do. Only tokens near the line
-    are sorted: buckets of the logits' range say where it is.
+    The best come first, and the token that crosses the line stays; among equals on the line the lower ids
+    do. Only tokens near the line are sorted: buckets of the logits' range say where it is.
     """
     top = np.float32(largest)
     depth = max(1e-30, min(largest - float(logits.min()), _NUCLEUS_DEPTH))
-    below = np.minimum(
-        (top - logits) * np.float32(_NUCLEUS_BUCKETS / depth), np.float32(_NUCLEUS_BUCKETS - 1)
-    )
+    below = np.minimum(top - logits, np.float32(depth)) * np.float32(_NUCLEUS_BUCKETS / depth)
     bucket = below.astype(np.intp)  # equal logits share one, and a better logit is never in a later one
     mass = np.cumsum(np.bincount(bucket, np.exp(logits - top)))
     needed = top_p * mass[-1]
