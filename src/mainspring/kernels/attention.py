@@ -1,19 +1,21 @@
 """Paged attention in numpy: one operation for any mix of decodes and prompt chunks, in bounded memory.
 
 Theory of operation.
-- A request's rows are cut into pieces of at most `MAX_ROWS`. Pieces with equally many rows and similar numbers of
-  keys are stacked into a *tile*: 32 decodes are a few tiles, not 32 rounds of Python.
-- The keys of a tile are read in *spans* of at most `MAX_KEYS`, each gathered through the block tables by one `take`
-  into reused scratch. Several spans are joined by the running maximum and sum of the softmax. So scratch depends on
-  neither the chunk nor the context.
-- Tiles, spans and masks depend on the batch and on (window, causal), not on the layer: they are planned once a step.
+- A request's rows are cut into pieces of at most `MAX_ROWS`. Pieces with equally many rows and similar
+  numbers of keys are stacked into a *tile*: 32 decodes are a few tiles, not 32 rounds of Python.
+- The keys of a tile are read in *spans* of at most `MAX_KEYS`, each gathered through the block tables by one
+  `take` into reused scratch. Several spans are joined by the running maximum and sum of the softmax. So
+  scratch depends on neither the chunk nor the context.
+- Tiles, spans and masks depend on the batch and on (window, causal), not on the layer: they are planned once
+  a step.
 
-The cache of a layer is [num_blocks, block_size, 2 (key, value), kv heads, head size]: a block is one run of memory,
-whatever the heads (so KV groups of different shapes may share a pool), and a token's keys and values are written by
-one assignment.
+The cache of a layer is [num_blocks, block_size, 2 (key, value), kv heads, head size]: a block is one run of
+memory, whatever the heads (so KV groups of different shapes may share a pool), and a token's keys and values
+are written by one assignment.
 
-Invariant: what a row may not see never reaches it, not even as 0 * NaN. Scores of hidden keys are overwritten, and
-values of stacked requests are cleared behind their ends, where the block may still hold what its last owner wrote.
+Invariant: what a row may not see never reaches it, not even as 0 * NaN. Scores of hidden keys are
+overwritten, and values of stacked requests are cleared behind their ends, where the block may still hold what
+its last owner wrote.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def _pieces(batch: Batch, shape: AttentionShape, block_size: int) -> list[Piece]
 
 
 def _stacks(first: Piece, piece: Piece, count: int) -> bool:
-    """May `piece` be the count-th of the tile that `first` begins? `first` has the fewest keys, so bounds the waste."""
+    """Whether `piece` may be the count-th of the tile that `first`, which has the fewest keys, begins."""
     return (
         piece.num_rows == first.num_rows
         and piece.num_keys * count <= MAX_STACKED_KEYS
@@ -165,8 +167,9 @@ def attend(
     query = scratch.take("query", (*heads, size))
     np.multiply(q[tile.rows].reshape(by_kv_head).transpose(0, 2, 1, 3, 4), np.float32(shape.scale), out=query)
     query = query.reshape(num_requests, kv_heads, num_rows * per_kv, size)
-    peak = total = result = None
-    for span in tile.spans:
+    result = scratch.take("result", query.shape)
+    peak = total = np.empty(0, np.float32)
+    for index, span in enumerate(tile.spans):
         keys, values = _gather(span, cache, shape, scratch)
         scores = scratch.take("scores", (num_requests, kv_heads, num_rows * per_kv, span.num_keys))
         if num_rows * per_kv <= VECTOR_ROWS:
@@ -176,11 +179,11 @@ def attend(
         if span.hidden is not None:
             np.copyto(scores.reshape(*heads, span.num_keys), -np.inf, where=span.hidden)
         span_peak = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)
-        if result is None:
+        if index == 0:
             peak = span_peak
             np.exp(np.subtract(scores, peak, out=scores), out=scores)
             total = scores.sum(axis=-1, keepdims=True)
-            result = np.matmul(scores, values, out=scratch.take("result", query.shape))
+            np.matmul(scores, values, out=result)
         else:
             old_peak, peak = peak, np.maximum(peak, span_peak)
             np.exp(np.subtract(scores, peak, out=scores), out=scores)

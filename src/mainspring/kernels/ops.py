@@ -1,16 +1,19 @@
 """The contract between a model and the machine that computes it.
 
 Theory of operation.
-- A model is a *walk*: a function that issues operations on an `Ops` and sees nothing else. Operations name weights
-  and buffers by handles, and write into buffers. Constants (widths, epsilons, head shapes) are the model's.
-- Every size that depends on the batch comes from the one `Batch` given to `run`, never from the walk: a walk cannot
-  branch on a batch, for it is not shown one. So a backend may execute the operations as they come (`RefOps`), or
-  record them once and replay the list for every batch. `Recorder` is that list, and the proof.
-- Ragged attention is one operation: requests of any mix of lengths, one-row decodes and chunks of prompts alike.
+- A model is a *walk*: a function that issues operations on an `Ops` and sees nothing else. Operations name
+  weights and buffers by handles, and write into buffers. Constants (widths, epsilons, head shapes) are the
+  model's.
+- Every size that depends on the batch comes from the one `Batch` given to `run`, never from the walk: a walk
+  cannot branch on a batch, for it is not shown one. So a backend may execute the operations as they come
+  (`RefOps`), or record them once and replay the list for every batch. `Recorder` is that list, and the proof.
+- Ragged attention is one operation: requests of any mix of lengths, one-row decodes and chunks of prompts
+  alike.
 - Collectives stand where ranks need them and are the identity for one rank.
 
-Buffers are float32 [rows, width]; in `run` a batch of T tokens gives every buffer T rows, in `run_rows` the given
-rows do. The checks in this file are what every backend owes to the caller: shapes and types, never data.
+Buffers are float32 [rows, width]; in `run` a batch of T tokens gives every buffer T rows, in `run_rows` the
+given rows do. The checks in this file are what every backend owes to the caller: shapes and types, never
+data.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from mainspring.base.messages import KVCacheConfig
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Walk = Callable[["Ops"], None]
-ROPE_DTYPE = np.float64  # inverse frequencies: float32 would be off by whole degrees at position 100,000
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes: R requests, T tokens, request r owning rows [query_start_loc[r], query_start_loc[r+1]).
+    """What one step computes: R requests, T tokens.
 
-    A row at position p of a request reads the KV of positions <= p through the request's block table, and a table
-    is read only as far as `seq_lens` reaches: what stands behind that is never looked at.
+    Request r owns rows [query_start_loc[r], query_start_loc[r + 1]). A row at position p reads the KV of
+    positions <= p through its request's block table. What a table holds behind the blocks of `seq_lens` has no
+    effect.
     """
 
     token_ids: Ints  # [T]
@@ -57,7 +60,10 @@ class Batch:
 
 
 class AttentionShape(NamedTuple):
-    """The constants of one attention. A `qkv` buffer holds, per token, query heads, then key heads, then value heads."""
+    """The constants of one attention.
+
+    A row of its `qkv` buffer is query heads, then key heads, then value heads.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -98,7 +104,7 @@ class Ops(Protocol):
         """Declare a buffer of float32 [rows, width]."""
 
     def add_weight(self, weight: str, value: Weight) -> None:
-        """Hand over a weight (float32; for `rope`, float64 inverse frequencies). It must not change afterwards."""
+        """Hand over a weight: float32; for `rope`, float64 inverse frequencies. It may be filled until a pass."""
 
     def allocate_kv(self, config: KVCacheConfig) -> None:
         """Make the KV pool; memory may be touched as late as blocks are first written."""
@@ -109,7 +115,7 @@ class Ops(Protocol):
         """Do for `batch` what `walk` says."""
 
     def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
-        """Put `rows` [S, width] into `buffer`, then do for S rows what `walk` says: row-wise operations only."""
+        """Put `rows` [S, width] into `buffer`, then walk for S rows: without operations on requests."""
 
     def read(self, buffer: str) -> Floats:
         """The rows of the last pass: a view, valid until the next."""
@@ -134,8 +140,8 @@ class Ops(Protocol):
     def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
         """Turn, in place, the first `num_heads` heads of every row by position * freqs.
 
-        The i-th of the n frequencies turns elements (2i, 2i + 1) of a head if `interleaved`, else (i, n + i). Elements
-        from 2n on stay as they are.
+        The i-th of the n frequencies turns elements (2i, 2i + 1) of a head if `interleaved`, else (i, n + i).
+        Elements from 2n on stay as they are.
         """
 
     # Operations on requests.
@@ -144,7 +150,7 @@ class Ops(Protocol):
         """Keep every row's keys and values in the layer's cache, where `slot_mapping` says."""
 
     def attention(self, out: str, layer: int, qkv: str, shape: AttentionShape) -> None:
-        """out[t] = softmax(scale * q[t] @ keys) @ values over what row t sees; comes after the layer's `write_kv`.
+        """out[t] = softmax(scale * q[t] @ keys) @ values over what row t sees, after the layer's `write_kv`.
 
         Query head h reads KV head h // (num_heads // num_kv_heads).
         """
@@ -169,21 +175,22 @@ class Ops(Protocol):
 
 def check_batch(batch: Batch, num_groups: int) -> None:
     tokens, requests = batch.num_tokens, batch.num_requests
-    for name in ("token_ids", "positions", "query_start_loc", "seq_lens"):
-        array = getattr(batch, name)
-        assert array.dtype == np.int32 and array.ndim == 1, f"{name} {array.dtype} {array.shape}"
-    assert batch.positions.shape == (tokens,), f"positions {batch.positions.shape} for {tokens} tokens"
-    assert batch.query_start_loc.shape == (requests + 1,), f"query_start_loc {batch.query_start_loc.shape}"
     assert len(batch.block_tables) == len(batch.slot_mapping) == num_groups, (
         f"{len(batch.block_tables)} KV groups"
     )
+    _check_array("token_ids", batch.token_ids, np.int32, (tokens,))
+    _check_array("positions", batch.positions, np.int32, (tokens,))
+    _check_array("query_start_loc", batch.query_start_loc, np.int32, (requests + 1,))
+    _check_array("seq_lens", batch.seq_lens, np.int32, (requests,))
     for table, slots in zip(batch.block_tables, batch.slot_mapping, strict=True):
-        assert table.dtype == np.int32 and table.ndim == 2 and len(table) == requests, (
-            f"block table {table.shape}"
-        )
-        assert slots.dtype == np.int64 and slots.shape == (tokens,), (
-            f"slot_mapping {slots.dtype} {slots.shape}"
-        )
+        _check_array("block_table", table, np.int32, (requests, table.shape[-1]))
+        _check_array("slot_mapping", slots, np.int64, (tokens,))
+
+
+def _check_array(name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int, ...]) -> None:
+    found = f"{name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} {shape}"
+    assert array.dtype == dtype, found
+    assert array.shape == shape, found
 
 
 def check_linear(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
@@ -191,11 +198,11 @@ def check_linear(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
 
 
 def check_embedding(out_width: int, weight: tuple[int, ...]) -> None:
-    assert len(weight) == 2 and weight[1] == out_width, f"weight {weight} for rows of {out_width}"
+    assert weight[1:] == (out_width,), f"weight {weight} for rows of {out_width}"
 
 
 def check_norm(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
-    assert out_width == x_width and weight == (x_width,), f"weight {weight} for {x_width} -> {out_width}"
+    assert weight == (out_width,) == (x_width,), f"weight {weight} for {x_width} -> {out_width}"
 
 
 def check_same(out_width: int, x_width: int) -> None:
@@ -208,7 +215,7 @@ def check_gate(out_width: int, x_width: int) -> None:
 
 def check_rope(x_width: int, num_heads: int, head_size: int, freqs: tuple[int, ...]) -> None:
     assert num_heads * head_size <= x_width, f"{num_heads} heads of {head_size} in {x_width}"
-    assert len(freqs) == 1 and 2 * freqs[0] <= head_size, f"frequencies {freqs} for heads of {head_size}"
+    assert 2 * freqs[-1] <= head_size, f"frequencies {freqs} for heads of {head_size}"
 
 
 def check_kv(qkv_width: int, shape: AttentionShape) -> None:
@@ -238,7 +245,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Recorder:
-    """An `Ops` that only notes what it is asked to do, and checks it once: the first half of a replaying backend.
+    """An `Ops` that checks and notes what it is asked to do: the first half of a backend that replays.
 
     `calls` is the program of the last pass. Weights are kept as shapes.
     """

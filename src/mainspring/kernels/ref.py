@@ -1,9 +1,10 @@
-"""Every operation in numpy: the specification of the others, the oracle of their tests, and what runs without them.
+"""Every operation in numpy: specification and oracle of other backends, and what runs without them.
 
 Theory of operation.
-- Operations are executed as they come. Buffers are allocated once for `max_rows` rows (untouched pages cost nothing)
-  and grow if a pass has more; a pass works on views of their first rows.
-- What depends on the batch alone (rotations, attention plans) is made when first asked for and kept for the pass.
+- Operations are executed as they come. Buffers are allocated once for `max_rows` rows (untouched pages cost
+  nothing) and grow if a pass has more; a pass works on views of their first rows.
+- What depends on the batch alone (rotations, attention plans) is made when first asked for and kept for the
+  pass.
 - `linear` has three forms that give the same sums in different order, chosen by the number of rows.
 """
 
@@ -17,8 +18,8 @@ from mainspring.kernels import ops as contract
 from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
 from mainspring.kernels.ops import AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
 
-# Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product per row wins,
-# as long as the matrix stays in the cache between them; then the weights on the left, then the ordinary order.
+# Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product per
+# row wins, while the matrix stays in the cache between them; then weights on the left; then the ordinary order.
 VECTOR_ROWS = 8
 CACHED_BYTES = 16 << 20
 WEIGHTS_LEFT_ROWS = 48
@@ -94,7 +95,7 @@ class RefOps:
         }
 
     def _execute(self, walk: Walk) -> None:
-        # Overflow is part of silu and of masked scores; a NaN is found where rows are sampled, and named there.
+        # Overflow is part of silu and of masked scores; a NaN is found, and named, where rows are sampled.
         with np.errstate(all="ignore"):
             walk(self)
 

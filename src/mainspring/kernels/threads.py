@@ -1,7 +1,7 @@
 """How many threads numpy's matrix products use.
 
-numpy has no call for it, and the environment variables are read before any of our code runs; but the OpenBLAS that
-its wheels bring has one, under a name that says how it was built.
+numpy has no call for it, and the environment variables are read before any of our code runs; but the OpenBLAS
+that its wheels bring has one, under a name that says how it was built.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The forward pass of a decoder, written once against the `Ops` contract.
 
-A layer is x += attention(norm(x)), then x += mlp(norm(x)), on a residual stream `hidden`. Ranks that hold a share of
-the heads and of the MLP's width add up their branches (`all_reduce`); ranks that hold a share of the vocabulary put
-their logits side by side (`all_gather`). For one rank both are nothing.
+A layer is x += attention(norm(x)), then x += mlp(norm(x)), on a residual stream `hidden`. Ranks that hold a
+share of the heads and of the MLP's width add up their branches (`all_reduce`); ranks that hold a share of the
+vocabulary put their logits side by side (`all_gather`). For one rank both are nothing.
 
 `_layers` and `_head` are walks: they issue the same operations for every batch, because they see none.
 """
@@ -35,9 +35,9 @@ class Decoder:
         self.ops.allocate_kv(config)
 
     def forward(self, batch: Batch) -> Floats:
-        """The final hidden states [T, hidden], after the last norm: a view, valid until the next call of anything here.
+        """The final hidden states [T, hidden], after the last norm. Writes the KV of the batch's tokens.
 
-        The KV of the batch's tokens is written on the way.
+        A view, valid until the next call of anything here.
         """
         self.ops.run(batch, self._layers)
         return self.ops.read("normed")

@@ -1,8 +1,8 @@
 """Adapters: what a model file says of itself -> `ModelSpec` and the names of its tensors.
 
-A key that changes the mathematics and is not understood is an error: a model that answers wrongly is worse than one
-that does not load. So each adapter lists the keys it reads and the values of other keys that change nothing, and
-refuses the rest by name and value.
+A key that changes the mathematics and is not understood is an error: a model that answers wrongly is worse
+than one that does not load. So each adapter lists the keys it reads and the values of other keys that change
+nothing, and refuses the rest by name and value.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def from_gguf(metadata: Mapping[str, Any], source: TensorSource) -> Model:
 
 
 def _llama(metadata: Mapping[str, Any], source: TensorSource) -> Model:
-    """Llama 2 and 3, SmolLM2, Mistral without a window. Rows of Q and K are in the order of interleaved pairs."""
+    """Llama 2 and 3, SmolLM2, Mistral without a window. Rows of Q and K are ordered for interleaved pairs."""
     keys = _Keys(metadata, "llama.")
     keys.refuse_unknown(LLAMA_READ, LLAMA_NEUTRAL)
     tensors = set(source.tensor_names)
@@ -176,7 +176,7 @@ class _Keys:
         for key, value in self._values.items():
             if key not in read and value not in neutral.get(key, ()):
                 raise CheckpointError(
-                    f"{self._prefix}{key} is {repr(value)[:80]}, which changes the mathematics and is not supported yet"
+                    f"{self._prefix}{key} is {repr(value)[:80]}: not supported, and it may change the mathematics"
                 )
 
     def count(self, key: str, default: int | None = None) -> int:

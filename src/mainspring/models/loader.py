@@ -19,7 +19,7 @@ from mainspring.models.weights import dummy_weights, load_weights
 
 
 def load_model(config: EngineConfig) -> Decoder:
-    """Read the model `config.model` names (a GGUF file; for dummy weights also a config: a .json file, or its text).
+    """Read the GGUF file `config.model`; for dummy weights it may also be a config: a .json file, or its text.
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
@@ -47,7 +47,7 @@ def load_model(config: EngineConfig) -> Decoder:
 
 
 def dummy_spec(model: str) -> ModelSpec:
-    """The shape of a model: from a config's JSON text or .json file, or from a GGUF file whose weights are not read."""
+    """The shape of a model: a config's JSON text or .json file, or a GGUF file whose weights are not read."""
     if model.lstrip().startswith("{"):
         return from_config(_config(model, "the model's config"))
     if model.endswith(".json"):

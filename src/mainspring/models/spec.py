@@ -1,10 +1,10 @@
 """What a network is, as data: filled by a family's adapter, read by the decoder. Nothing here computes.
 
-A field is admitted when a supported family uses it. A new family is an adapter; a new mechanism is a field here, an
-operation or constant of the kernels, and a test on a tiny network.
+A field is admitted when a supported family uses it. A new family is an adapter; a new mechanism is a field
+here, an operation or constant of the kernels, and a test on a tiny network.
 
-Weights have *roles*; a family's names are mapped to them and occur nowhere else. A *handle* is what the kernels know
-a weight by, and may stack several roles by rows: Q, K and V are one product.
+Weights have *roles*; a family's names are mapped to them and occur nowhere else. A *handle* is what the
+kernels know a weight by, and may stack several roles by rows: Q, K and V are one product.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mainspring.kernels.ops import AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions: frequency i of rotary_dim / 2 is theta ** (-2i / rotary_dim), divided by factor i if there are any."""
+    """Rotary positions: frequency i of rotary_dim / 2 is theta ** (-2i / rotary_dim), divided by factor i."""
 
     rotary_dim: int  # leading elements of a head that turn
     theta: float
     interleaved: bool  # pairs are neighbours; else halves
-    has_factors: bool = False  # the role `rope_factors` [rotary_dim / 2] exists
+    has_factors: bool = False  # in the role `rope_factors` [rotary_dim / 2]; else they are 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Weights into the kernels: every tensor of a file by its role, each accounted for.
 
 Theory of operation.
-- All matrices live in one float32 arena, and a handle that stacks roles is one run of it: parts are dequantised
-  straight to where they stay. Two threads do it, longest first; numpy releases the interpreter while it computes.
-- Where the arena does not fit in memory, matrices stay as they are in the file and are dequantised at each use.
+- All matrices live in one float32 arena, and a handle that stacks roles is one run of it: parts are
+  dequantised straight to where they stay. Two threads do it, longest first; numpy releases the interpreter
+  while it computes.
+- Where the arena does not fit in memory, matrices stay as they are in the file and are dequantised at each
+  use.
 - Afterwards the file's own pages are dropped: they would count twice.
 
 Missing, unknown, mis-shaped and non-finite tensors are refused by name, all shapes before any data is read.
@@ -60,8 +62,8 @@ def load_weights(model: Model, source: TensorSource, ops: Ops, *, memory_bytes: 
     _add_ropes(model.spec, ops, arrays.get("rope_factors"))
     if by_layer:
         logger.warning(
-            "weights stay quantised and are dequantised again in every step, which is slow: as float32 they would "
-            "take %.1f GiB, and %.1f GiB of memory may be used",
+            "weights stay quantised and are dequantised again in every step, which is slow: as float32 they "
+            "would take %.1f GiB, and %.1f GiB of memory may be used",
             needed / 2**30,
             allowed / 2**30,
         )
@@ -115,7 +117,7 @@ def _account(model: Model, table: dict[str, tuple[Part, ...]], source: TensorSou
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(
-            f"tensor {extra[0][:80]!r}{more} is in the file, and {model.spec.architecture} has no place for it"
+            f"tensor {extra[0][:80]!r}{more} is in the file; {model.spec.architecture} has no place for it"
         )
 
 
