@@ -1,5 +1,4 @@
-"""Executors without kernels: one that betrays every mistake of a scheduler, one that says what it is told,
-one that costs nothing.
+"""Executors without kernels: one that betrays the mistakes of a scheduler, and one that says what it is told.
 
 Theory of operation.
 - `FakeExecutor` is a worker in small: slots with their own tokens and block tables, filled from
@@ -33,6 +32,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from mainspring.base.config import EngineConfig
 from mainspring.base.messages import (
     CheckHealth,
     Command,
@@ -483,80 +483,13 @@ class ScriptedExecutor(FakeExecutor):
         return script[said]
 
 
-class NullExecutor:
-    """Answers at once, with the same token for every row that samples: the benchmark of a scheduler pays for
-    nothing else.
+def make_fake(config: EngineConfig) -> FakeExecutor:
+    """For `EngineConfig.executor`, as `mainspring.testing.fake_executor:make_fake`, so in any process.
 
-    Rows of requests that asked for log-probabilities get the same ones each time.
+    `executor_args` may hold `scripts`, `windows`, `model_seed` and every option of `FakeExecutor`.
     """
-
-    def __init__(
-        self, token_id: int = 7, num_blocks: int = 65_536, specs: list[KVCacheSpec] | None = None
-    ) -> None:
-        self._num_blocks = num_blocks
-        self._specs = specs or [KVCacheSpec(1, 1)]
-        self._token = [token_id]
-        self._tokens: list[list[int]] = []
-        self._logprobs = TokenLogprobs(
-            np.array([[token_id]], np.int32), np.zeros((1, 1), np.float32), np.ones(1, np.int32)
-        )
-        self._slots_with_logprobs: set[int] = set()
-        self._plan: SchedulerOutput | None = None
-        self._none: Future[ModelRunnerOutput | None] = Future()
-        self._none.set_result(None)
-
-    def get_kv_cache_specs(self) -> list[KVCacheSpec]:
-        return self._specs
-
-    def determine_available_memory(self) -> int:
-        return self._num_blocks * 16 * sum(spec.bytes_per_token for spec in self._specs)
-
-    def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
-        pass
-
-    def execute_model(
-        self, plan: SchedulerOutput, non_block: bool = True
-    ) -> Future[ModelRunnerOutput | None]:
-        for new in plan.new_requests:
-            if new.sampling_params.logprobs is not None:
-                self._slots_with_logprobs.add(new.slot)
-            else:
-                self._slots_with_logprobs.discard(new.slot)
-        self._plan = plan
-        if plan.sampling_rows:
-            return self._none
-        return _done(ModelRunnerOutput([[] for _ in plan.slots]))
-
-    def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
-        assert self._plan is not None
-        return _done(self.result(self._plan))
-
-    def result(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """The answer to a plan, without a future around it."""
-        n = len(plan.slots)
-        if len(plan.sampling_rows) == n:
-            while len(self._tokens) < n:
-                self._tokens.append(list(self._token))
-            tokens = self._tokens[:n]
-        else:
-            sampling = set(plan.sampling_rows)
-            tokens = [self._token if row in sampling else [] for row in range(n)]
-        if not self._slots_with_logprobs:
-            return ModelRunnerOutput(tokens)
-        rows = [row for row in plan.sampling_rows if plan.slots[row] in self._slots_with_logprobs]
-        return ModelRunnerOutput(tokens, dict.fromkeys(rows, self._logprobs))
-
-    def call(self, command: Command) -> list[CommandResult]:
-        return [isinstance(command, CheckHealth) or None]
-
-    def register_failure_callback(self, callback: Callable[[str], None]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _done(value: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
+    options = dict(config.executor_args)
+    scripts = options.pop("scripts", None)
+    model = FakeModel(config.vocab_size, options.pop("windows", (None,)), options.pop("model_seed", 0))
+    options = {"block_size": config.block_size, **options}
+    return FakeExecutor(model, **options) if scripts is None else ScriptedExecutor(scripts, model, **options)
