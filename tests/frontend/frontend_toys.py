@@ -153,7 +153,8 @@ class ScriptedClient:
 
     def _prompt_logprobs(self, request: EngineCoreRequest) -> TokenLogprobs | None:
         wanted = request.sampling_params.prompt_logprobs
-        return None if wanted is None else logprobs_of(request.prompt_token_ids[1:], wanted)
+        rest = request.prompt_token_ids[1:]
+        return None if wanted is None or not rest else logprobs_of(rest, wanted)
 
 
 def logprobs_of(token_ids: Sequence[int], num: int) -> TokenLogprobs:

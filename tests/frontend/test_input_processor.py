@@ -229,6 +229,7 @@ def test_masks_that_leave_nothing():
     refused("allowed_token_ids", allowed_token_ids=[a], bad_words=[" the"])
     refused("allowed_token_ids", allowed_token_ids=[TOY.eos_token_id], min_tokens=5)
     refused("allowed_token_ids", allowed_token_ids=[TOY.eos_token_id, b], stop_token_ids=[b], min_tokens=1)
+    refused("allowed_token_ids", allowed_token_ids=[*TOY.eos_token_ids], min_tokens=1)
     request_of(allowed_token_ids=[a, b], bad_words=[" the"])
     request_of(allowed_token_ids=[TOY.eos_token_id])
     request_of(allowed_token_ids=[TOY.eos_token_id], min_tokens=5, ignore_eos=True)

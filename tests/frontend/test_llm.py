@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from mainspring.base.params import RequestOutputKind, SamplingParams
-from mainspring.frontend.llm import LLM
+from mainspring.frontend.llm import LLM, _Turns
 
 
 def echo(request):
@@ -159,6 +159,52 @@ def test_threads_share_the_engine():
     assert len(client.live) <= 1
     stalled.close()
     assert_idle(llm, client)
+
+
+def test_a_call_joins_while_another_runs(monkeypatch):
+    """Case B016: a thread that steps without end lets the others in."""
+    llm, client = make()
+    answer = client.get_output
+    monkeypatch.setattr(client, "get_output", lambda: time.sleep(0.0005) or answer())
+    long = threading.Thread(
+        target=lambda: llm.generate("long", SamplingParams(max_tokens=400), use_tqdm=False)
+    )
+    long.start()
+    while not client.live:
+        time.sleep(0.001)
+    assert texts(llm.generate("xyz", SamplingParams(max_tokens=3), use_tqdm=False)) == ["xyz"]
+    assert client.live, "the long call is still at work"
+    long.join()
+    assert_idle(llm, client)
+
+
+def test_step_of_another_thread_is_enough():
+    """Who gets its output while it waits for its turn does not step again."""
+    llm, client = make()
+    stream = llm.generate_stream("hello", SamplingParams(max_tokens=1))
+
+    class Turn:
+        def __enter__(self):
+            if client.live:
+                llm._step()  # as another thread would have done
+
+        def __exit__(self, *_):
+            pass
+
+    llm._turn = Turn()
+    assert next(stream).finished
+    assert list(stream) == []
+
+
+def test_interrupted_while_waiting_for_a_turn(monkeypatch):
+    turn = _Turns()
+    with turn, monkeypatch.context() as patch:
+        patch.setattr(turn._changed, "wait", lambda timeout=None: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt), turn:
+            pytest.fail("two had the turn")
+    with turn:
+        pass
+    assert not turn._queue
 
 
 def test_stream():

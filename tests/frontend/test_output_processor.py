@@ -82,6 +82,9 @@ def test_every_kind_says_the_same(tokens, chunk, stream_interval, data):
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     for before, after in pairwise(growing):
         assert after.outputs[0].text.startswith(before.outputs[0].text)
+        assert len(after.outputs[0].token_ids) > len(before.outputs[0].token_ids), (
+            "what was given out stays as it was"
+        )
         assert after.outputs[0].token_ids[: len(before.outputs[0].token_ids)] == before.outputs[0].token_ids
 
 

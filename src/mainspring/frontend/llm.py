@@ -47,6 +47,31 @@ class _Call:
         self.inbox: deque[RequestOutput] = deque()
 
 
+class _Turns:
+    """A lock that goes to whoever has waited longest: a plain one goes back, nearly always, to the thread
+    that steps, and a new call would wait until an old one is done."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()  # the first of them has the turn
+
+    def __enter__(self) -> None:
+        me = object()
+        with self._changed:
+            self._queue.append(me)
+            try:
+                self._changed.wait_for(lambda: self._queue[0] is me)
+            except BaseException:  # Ctrl-C: leave the queue, or everybody behind waits for ever
+                self._queue.remove(me)
+                self._changed.notify_all()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._queue.popleft()
+            self._changed.notify_all()
+
+
 class LLM:
     """A model, ready to answer.
 
@@ -72,7 +97,7 @@ class LLM:
         self.llm_engine = engine
         self._chat_template = chat_template
         self._templates: dict[str | None, ChatTemplate] = {}
-        self._lock = threading.Lock()  # around every use of the engine
+        self._turn = _Turns()  # held around every use of the engine
         self._request_ids = map(str, itertools.count())  # never used twice, also not after a failed call
         self._calls: dict[str, _Call] = {}  # by request id
 
@@ -191,12 +216,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests run."""
-        with self._lock:
+        with self._turn:
             return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Let go of the model and its memory. Idempotent; calls that still wait raise `EngineDeadError`."""
-        with self._lock:
+        with self._turn:
             self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -216,14 +241,14 @@ class LLM:
         try:
             yield call
         finally:
-            with self._lock:
+            with self._turn:
                 self.llm_engine.abort_request(call.unfinished)
                 for request_id in call.unfinished:
                     del self._calls[request_id]
 
     def _add(self, call: _Call, prompt: Prompt, params: SamplingParams, priority: int) -> str:
         request_id = next(self._request_ids)
-        with self._lock:
+        with self._turn:
             # Known before it is added: wherever an interrupt falls, `_call` finds it.
             self._calls[request_id] = call
             call.unfinished.add(request_id)
@@ -234,13 +259,13 @@ class LLM:
         """What comes for `call`, until all of its requests are finished."""
         while call.unfinished or call.inbox:
             while not call.inbox:
-                with self._lock:
+                with self._turn:
                     if not call.inbox:  # another thread's step may have filled it meanwhile
                         self._step()
             yield call.inbox.popleft()
 
     def _step(self) -> None:
-        """One step for everybody. Held: the lock."""
+        """One step for everybody. Held: the turn."""
         if not self.llm_engine.has_unfinished_requests():
             raise EngineError("requests were aborted from elsewhere while a call waited for them")
         with _interrupt_at_end():
