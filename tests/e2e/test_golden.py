@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mainspring import LLM, RequestOutput, SamplingParams
+from mainspring.base.messages import GetStats, SchedulerStats
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_135m_greedy.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["chat"] + GOLDEN["raw"]
@@ -79,6 +80,12 @@ def covering(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[tuple[Se
         yield setting, llm
 
 
+def stats(llm: LLM) -> SchedulerStats:
+    found = llm.llm_engine.client.call(GetStats())
+    assert isinstance(found, SchedulerStats)
+    return found
+
+
 def generate(setting: Setting, llm: LLM) -> list[RequestOutput]:
     params = SamplingParams(temperature=0, max_tokens=48, logprobs=5, stop_token_ids=[2])
     prompts = [{"prompt_token_ids": case["prompt_ids"]} for case in CASES]
@@ -138,7 +145,7 @@ def check_perplexity(llm: LLM) -> float:
 def test_continuations(covering: tuple[Setting, LLM]) -> None:
     setting, llm = covering
     check_continuations(setting, generate(setting, llm))
-    preemptions = llm.get_stats().num_preemptions
+    preemptions = stats(llm).num_preemptions
     assert not setting.scarce or not setting.together or preemptions > 0, "the pool was meant to be too small"
 
 
@@ -163,4 +170,4 @@ def test_every_setting(setting: Setting, smollm2: Path) -> None:
     with setting.make(smollm2) as llm:
         check_continuations(setting, generate(setting, llm))
         distance = check_perplexity(llm)
-        print(f"{setting}: {llm.get_stats().num_preemptions} preemptions, nll off by {distance:.1e}")
+        print(f"{setting}: {stats(llm).num_preemptions} preemptions, nll off by {distance:.1e}")

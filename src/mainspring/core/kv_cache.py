@@ -164,6 +164,10 @@ class KVCacheManager:
         owned = sum(block != NULL_BLOCK for blocks in request.block_table for block in blocks)
         return self.num_blocks_for_whole(num_tokens) - owned + num_reserved <= self.pool.num_idle
 
+    def could_own(self, num_tokens: int) -> bool:
+        """Whether the whole pool has blocks for all of `num_tokens` tokens at once, windows or not."""
+        return len(self._groups) * -(-num_tokens // self.block_size) < self.pool.num_blocks
+
     def num_tokens_owned(self, request: Request) -> int:
         """Tokens that fit into the blocks `request` owns. All groups own equally many, window-passed ones
         included."""

@@ -83,6 +83,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._kv_source = kv_source
         self._loading: dict[str, Request] = {}  # KV on its way into their blocks, which nobody else may have
+        self._holding: dict[str, Request] = {}  # waiting, with KV that has arrived
         self._outboxes: dict[int, list[EngineCoreOutput]] = {}  # by client: what the next booking delivers
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan
@@ -179,6 +180,8 @@ class Scheduler:
         del self.parked[request.request_id]
         request.move(Status.WAITING)
         self.waiting.push(request)
+        if request.holds_kv:
+            self._holding[request.request_id] = request
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Take a request out of its place; of `running` only when `_sweep_running` is called."""
@@ -186,6 +189,7 @@ class Scheduler:
         request.move(Status.FINISHED)
         request.finish_reason = reason
         del self.requests[request.request_id]
+        self._holding.pop(request.request_id, None)
         if was is Status.RUNNING:
             self._leave_slot(request)
         elif self.parked.pop(request.request_id, None) is None:
@@ -243,6 +247,8 @@ class Scheduler:
         if n <= 0:  # all its tokens are promised, or the budget is spent
             return
         while (added := self.kv.grow(request, request.num_computed_tokens + n)) is None:
+            if self._take_back_held_kv():
+                continue
             victim = self._pick_victim()
             self._preempt(victim, step)
             if victim is request:
@@ -297,14 +303,14 @@ class Scheduler:
     def _admit_waiting(self, step: StepBuilder) -> None:
         while step.tokens_left > 0 and self._free_slots and (request := self.waiting.peek()) is not None:
             if self._did_not_fit == (request, self.kv.pool.num_releases):
-                return
+                if self.running or self._loading or not self._take_back_held_kv():
+                    return
+                continue
             match self._admit(step, request):
                 case Admission.NEXT_STEP:
                     return
                 case Admission.NO_BLOCKS:
                     self._did_not_fit = (request, self.kv.pool.num_releases)
-                    if self.running or self._loading or not self._take_back_held_kv():
-                        return
 
     def _admit(self, step: StepBuilder, request: Request) -> Admission:
         """Give the head of the queue a slot and its first row, or start bringing its KV from elsewhere."""
@@ -340,6 +346,7 @@ class Scheduler:
 
     def _start_running(self, step: StepBuilder, request: Request, n: int) -> None:
         self.waiting.pop()
+        self._holding.pop(request.request_id, None)
         request.move(Status.RUNNING)
         self._enter_slot(request)
         self.running.append(request)
@@ -431,11 +438,14 @@ class Scheduler:
     # -- KV from elsewhere -----------------------------------------------------------------------------------
 
     def _num_remote_tokens(self, request: Request, num_local_tokens: int) -> int:
-        """Tokens after the local hit that a source has; it is asked once, and a token is left to be read."""
+        """Tokens after the local hit that a source has; a token is left to be read. 0 where their blocks
+        would not fit into the whole pool: with a window a text may be longer than what its request ever holds
+        at once."""
         if self._kv_source is None or request.tried_source or not request.may_read_prefix_cache:
             return 0
         most = (len(request.token_ids) - 1) // self.kv.block_size * self.kv.block_size - num_local_tokens
-        return min(most, self._kv_source.num_matched_tokens(request.message, num_local_tokens))
+        num_remote = min(most, self._kv_source.num_matched_tokens(request.message, num_local_tokens))
+        return num_remote if self.kv.could_own(num_local_tokens + num_remote) else 0
 
     def _start_load(self, request: Request, hit: PrefixHit, num_remote: int, reserved: int) -> Admission:
         """Park the head of the queue while its next `num_remote` tokens' KV is brought into blocks of its
@@ -471,14 +481,16 @@ class Scheduler:
         self._unpark(request)
 
     def _take_back_held_kv(self) -> bool:
-        """Nothing runs and the head does not fit: requests that wait with KV from elsewhere block one
-        another. The youngest of them loses its own, to be computed here instead."""
-        holders = [request for request in self.waiting if request.holds_kv]
-        self._take_back_kv(sorted(holders, key=lambda request: request.sequence)[-1:])
-        return bool(holders)
+        """Blocks are short and requests that only wait hold some, with KV from elsewhere: the youngest of
+        them loses its own, to be computed here instead. False if there is none."""
+        if not self._holding:
+            return False
+        self._take_back_kv([max(self._holding.values(), key=lambda request: request.sequence)])
+        return True
 
     def _take_back_kv(self, holders: list[Request]) -> None:
         for request in holders:
+            del self._holding[request.request_id]
             self._give_up_kv(request)
         self.waiting.reorder()
 
@@ -622,7 +634,7 @@ class Scheduler:
         if reset_running_requests:
             for request in list(self.running):
                 self._preempt(request, None)
-            self._take_back_kv([request for request in self.waiting if request.holds_kv])
+            self._take_back_kv(list(self._holding.values()))
         return self.kv.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
@@ -661,6 +673,8 @@ class Scheduler:
             assert booked <= known <= request.max_total_tokens, (
                 f"{request.request_id}: {booked} of {known} booked"
             )
+            holds = request.status is Status.WAITING and request.holds_kv
+            assert holds == (request.request_id in self._holding), f"{request.request_id} holds KV unnoticed"
             if request.status is not Status.RUNNING:
                 assert booked == computed, f"{request.request_id} has tokens in flight without a slot"
             assert request.status is not Status.PREEMPTED or not request.holds_kv, (
