@@ -303,6 +303,14 @@ def test_refusal_by_the_core():
     assert not processor.num_unfinished
 
 
+def test_news_without_a_token_waits_for_one():
+    processor = OutputProcessor(TOY)
+    processor.add_request("r", None, [EngineCoreRequest("r-1", [1], SamplingParams(seed=1))])
+    assert processor.process_outputs([EngineCoreOutput("r-1", [], num_cached_tokens=16)]) == ([], [])
+    (output,), _ = processor.process_outputs([EngineCoreOutput("r-1", [97])])
+    assert (output.num_cached_tokens, output.outputs[0].text) == (16, "a")
+
+
 def test_old_news_is_passed_over():
     processor = OutputProcessor(TOY)
     processor.add_request("r", None, [EngineCoreRequest("r-1", [1], SamplingParams(seed=1))])
