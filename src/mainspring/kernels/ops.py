@@ -37,8 +37,7 @@ class Batch:
     """What one step computes: R requests, T tokens.
 
     Request r owns rows [query_start_loc[r], query_start_loc[r + 1]). A row at position p reads the KV of
-    positions <= p through its request's block table. What a table holds behind the blocks of `seq_lens` has no
-    effect.
+    positions <= p through its request's block table. What a table holds behind `seq_lens` has no effect.
     """
 
     token_ids: Ints  # [T]
@@ -104,7 +103,7 @@ class Ops(Protocol):
         """Declare a buffer of float32 [rows, width]."""
 
     def add_weight(self, weight: str, value: Weight) -> None:
-        """Hand over a weight: float32; for `rope`, float64 inverse frequencies. It may be filled until a pass."""
+        """Hand over a weight: float32; for `rope`, float64 inverse frequencies. It may be filled later."""
 
     def allocate_kv(self, config: KVCacheConfig) -> None:
         """Make the KV pool; memory may be touched as late as blocks are first written."""

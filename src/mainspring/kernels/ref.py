@@ -18,8 +18,8 @@ from mainspring.kernels import ops as contract
 from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
 from mainspring.kernels.ops import AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
 
-# Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product per
-# row wins, while the matrix stays in the cache between them; then weights on the left; then the ordinary order.
+# Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product
+# per row wins, if the matrix stays in the cache between; then weights on the left; then rows on the left.
 VECTOR_ROWS = 8
 CACHED_BYTES = 16 << 20
 WEIGHTS_LEFT_ROWS = 48

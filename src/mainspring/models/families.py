@@ -176,7 +176,7 @@ class _Keys:
         for key, value in self._values.items():
             if key not in read and value not in neutral.get(key, ()):
                 raise CheckpointError(
-                    f"{self._prefix}{key} is {repr(value)[:80]}: not supported, and it may change the mathematics"
+                    f"{self._prefix}{key} is {repr(value)[:80]}: not supported, may change the mathematics"
                 )
 
     def count(self, key: str, default: int | None = None) -> int:

@@ -19,7 +19,7 @@ from mainspring.models.weights import dummy_weights, load_weights
 
 
 def load_model(config: EngineConfig) -> Decoder:
-    """Read the GGUF file `config.model`; for dummy weights it may also be a config: a .json file, or its text.
+    """Read the GGUF file `config.model`; for dummy weights also a config: a .json file, or its text.
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
