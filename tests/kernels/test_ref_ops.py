@@ -189,7 +189,7 @@ def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int) -> No
 
 
 def naive(history: Floats, shape: AttentionShape) -> npt.NDArray[np.float64]:
-    """Attention of every row of one request, whose rows of a qkv buffer are `history`, one product at a time."""
+    """Attention of one request, whose rows of a qkv buffer are `history`, one product at a time."""
     rows = history.astype(float)
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     q = rows[:, : shape.q_width].reshape(-1, heads, size)
@@ -207,7 +207,7 @@ def naive(history: Floats, shape: AttentionShape) -> npt.NDArray[np.float64]:
 def paged(
     steps: list[list[int]], histories: list[Floats], shape: AttentionShape, *, poison: float = 0.0
 ) -> list[Floats]:
-    """Run requests through a scattered cache, `steps[i][r]` tokens of request r in step i; the rows of each."""
+    """Run requests through a scattered cache, `steps[i][r]` tokens of request r in step i."""
     needed = [-(-len(history) // BLOCK_SIZE) for history in histories]
     order = np.random.default_rng(3).permutation(sum(needed)) + 1
     tables = [part.tolist() for part in np.split(order, np.cumsum(needed)[:-1])]

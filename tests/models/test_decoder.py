@@ -1,4 +1,4 @@
-"""The forward pass on tiny random models: any chunking through any blocks is one pass, and can be recorded."""
+"""The forward pass on tiny random models: any chunking through any blocks is one pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_any_chunking_through_scattered_blocks_is_one_whole_pass(config: dict[st
 
 
 def test_a_window_changes_what_is_said_only_behind_it() -> None:
-    """Case B154: a window is honoured. The weights are equal; the window of 6 reaches the start until token 5."""
+    """Case B154: a window is honoured. Until token 5 the window of 6 reaches the start."""
     (full,) = logits_of(tiny(), [20], [[20]])
     (windowed,) = logits_of(tiny(WINDOWED), [20], [[20]])
     np.testing.assert_allclose(full[:6], windowed[:6], rtol=1e-5, atol=1e-5)
@@ -45,6 +45,15 @@ def test_logits_are_asked_for_by_rows() -> None:
     everything = decoder.logits(hidden).copy()
     assert everything.shape == (9, decoder.vocab_size)
     np.testing.assert_allclose(decoder.logits(hidden[[8, 2]]), everything[[8, 2]], rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_outlive_the_logits_of_their_tiles() -> None:
+    decoder = tiny()
+    hidden = decoder.forward(Requests([9], 1).batch([9]))
+    kept = hidden.copy()
+    for start in (0, 3, 6):
+        decoder.logits(hidden[start : start + 3])
+    np.testing.assert_array_equal(hidden, kept)
 
 
 def test_more_tokens_than_announced_are_served() -> None:

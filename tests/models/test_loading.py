@@ -118,7 +118,7 @@ def test_every_tensor_reaches_its_place() -> None:
 
 
 def test_an_output_tensor_unties_the_head() -> None:
-    """Case B152: a head that is in the file is used; without one it is the embedding; never random weights."""
+    """Case B152: a head that is in the file is used; without one it is the embedding."""
     source = FakeSource()
     (tied,) = logits_of(loaded(source), [6], [[6]])
     source.values["output.weight"] = source.values["token_embd.weight"] * np.float32(2.0)

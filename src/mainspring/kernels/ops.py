@@ -117,7 +117,7 @@ class Ops(Protocol):
         """Put `rows` [S, width] into `buffer`, then walk for S rows: without operations on requests."""
 
     def read(self, buffer: str) -> Floats:
-        """The rows of the last pass: a view, valid until the next."""
+        """The rows of the last pass: a view, valid until a pass writes the buffer again."""
 
     # Operations on every row.
 

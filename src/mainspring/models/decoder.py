@@ -37,7 +37,7 @@ class Decoder:
     def forward(self, batch: Batch) -> Floats:
         """The final hidden states [T, hidden], after the last norm. Writes the KV of the batch's tokens.
 
-        A view, valid until the next call of anything here.
+        A view, valid until the next `forward`.
         """
         self.ops.run(batch, self._layers)
         return self.ops.read("normed")
@@ -47,7 +47,7 @@ class Decoder:
 
         For many rows call it in tiles: a row of logits is a vocabulary wide.
         """
-        self.ops.run_rows("normed", hidden_rows, self._head)
+        self.ops.run_rows("chosen", hidden_rows, self._head)
         return self.ops.read("logits")
 
     def _layers(self, ops: Ops) -> None:
@@ -79,7 +79,7 @@ class Decoder:
         ops.rms_norm("normed", "hidden", "output_norm", self.spec.norm_eps)
 
     def _head(self, ops: Ops) -> None:
-        ops.linear("logits", "normed", self._head_weight)
+        ops.linear("logits", "chosen", self._head_weight)
         ops.all_gather("logits", "logits")
 
     def _add_buffers(self) -> None:
@@ -87,7 +87,7 @@ class Decoder:
         # All layers of a supported family have one shape, so the first one's widths are everyone's.
         layer = self.spec.layers[0]
         shape, width = layer.attn.shape, layer.mlp.intermediate_size
-        for buffer in ("hidden", "normed", "branch"):
+        for buffer in ("hidden", "normed", "branch", "chosen"):
             self.ops.add_buffer(buffer, hidden)
         self.ops.add_buffer("qkv", shape.q_width + shape.kv_width)
         self.ops.add_buffer("attended", shape.q_width)
