@@ -1,20 +1,20 @@
 """Are the property test and its checks able to fail? Each mistake that is planted here must be found out.
 
 A mistake is a change to the core (or to the fake worker, where the mistake would be a worker's), and it is
-found when one of a bounded number of seeded scenarios fails. `test_seeded_scenarios` shows that the same
-scenarios pass without it.
+found when one of a bounded number of scenarios fails that pass without it (`test_seeded_scenarios`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from mainspring.base.messages import FinishReason, GrammarOutput
+from mainspring.base.messages import FinishReason, GetStats, GrammarOutput
+from mainspring.base.params import SamplingParams
 from mainspring.core import kv_cache, prefix
 from mainspring.core.block_pool import BlockPool
 from mainspring.core.kv_cache import KVCacheManager, _Group
@@ -24,9 +24,23 @@ from mainspring.engine.core import EngineCore, _StepInFlight
 from mainspring.testing.fake_executor import FakeExecutor
 from mainspring.testing.fake_model import FakeModel
 from mainspring.testing.scenarios import SeededDice, make_scenario
-from mainspring.testing.simulation import play
+from mainspring.testing.simulation import Scenario, guest, play
 
-MAX_SCENARIOS = 600
+MAX_SCENARIOS = 300
+
+# A low priority reads its prompt in chunks; in the very step in which two blocks of it are planned already, a
+# high one that came later lacks one block, and the low one is preempted. Dice seldom make that.
+OVERTAKEN = Scenario(
+    guests=(
+        guest("low", list(range(40)), priority=5),
+        guest("high", list(range(63, 43, -1)), arrives_at=1, params=SamplingParams(max_tokens=1, seed=1)),
+    ),
+    num_blocks=14,
+    max_model_len=47,
+    max_num_batched_tokens=16,
+    threshold=8,
+    policy="priority",
+)
 
 Patch = pytest.MonkeyPatch
 MISTAKES: dict[str, Callable[[Patch], None]] = {}
@@ -387,16 +401,26 @@ def noise_addressed_by_step(patch: Patch) -> None:
 # -- the tests -----------------------------------------------------------------------------------------------
 
 
+def scenarios() -> Iterator[Scenario]:
+    yield OVERTAKEN
+    for seed in range(MAX_SCENARIOS):
+        yield make_scenario(SeededDice(seed))
+
+
 def found_after(plant: Callable[[Patch], None]) -> tuple[int, BaseException] | None:
-    """The first scenario that fails with the mistake, and how."""
+    """How many scenarios pass with the mistake, and how the next one fails."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        for seed in range(MAX_SCENARIOS):
+        for passed, scenario in enumerate(scenarios()):
             try:
-                play(make_scenario(SeededDice(seed)))
+                play(scenario)
             except Exception as error:
-                return seed, error
+                return passed, error
     return None
+
+
+def test_without_a_mistake_nothing_is_found():
+    assert play(OVERTAKEN).core.call(GetStats()).num_preemptions == 1
 
 
 @pytest.mark.parametrize("name", MISTAKES)
