@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from mainspring import LLM, RequestOutput, SamplingParams
-from mainspring.base.messages import GetStats, SchedulerStats
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_135m_greedy.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["chat"] + GOLDEN["raw"]
@@ -71,12 +70,6 @@ PRODUCT = [
         (16, 32), (16, 2048), ("cold", "warm", "off"), (True, False), (False, True)
     )
 ]
-
-
-def stats(llm: LLM) -> SchedulerStats:
-    found = llm.llm_engine.client.call(GetStats())
-    assert isinstance(found, SchedulerStats)
-    return found
 
 
 def generate(setting: Setting, llm: LLM) -> list[RequestOutput]:
@@ -139,7 +132,7 @@ def continuations(setting: Setting, model: Path) -> int:
     """Returns how many requests were preempted."""
     with setting.make(model, LONGEST_CONTINUATION) as llm:
         check_continuations(setting, generate(setting, llm))
-        num_preemptions = stats(llm).num_preemptions
+        num_preemptions = llm.get_stats().num_preemptions
     assert num_preemptions or not (setting.scarce and setting.together), "the pool was meant to be too small"
     return num_preemptions
 

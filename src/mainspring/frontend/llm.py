@@ -25,6 +25,7 @@ import msgspec
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError, EngineError, RequestError
+from mainspring.base.messages import SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.input_processor import Prompt
@@ -193,6 +194,16 @@ class LLM:
         template = self._template(chat_template)
         given = (messages, add_generation_prompt, continue_final_message)
         options = dict(chat_template_kwargs or {})
+        if taken := options.keys() & {
+            "messages",
+            "tokenizer",
+            "add_generation_prompt",
+            "continue_final_message",
+        }:
+            raise RequestError(
+                f"chat_template_kwargs has {', '.join(sorted(taken))}, which are arguments of their own",
+                "chat_template_kwargs",
+            )
         return {
             "prompt": template.render(*given, **options),
             "prompt_token_ids": template.encode(tokenizer, *given, **options),
@@ -218,6 +229,11 @@ class LLM:
         """Forget all cached prefixes; False, and no change, while requests run."""
         with self._turn:
             return self.llm_engine.reset_prefix_cache()
+
+    def get_stats(self) -> SchedulerStats:
+        """Gauges of now and counters since the start."""
+        with self._turn:
+            return self.llm_engine.get_stats()
 
     def shutdown(self) -> None:
         """Let go of the model and its memory. Idempotent; calls that still wait raise `EngineDeadError`."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineArgs, ModelFacts, resolve
 from mainspring.base.errors import CheckpointError, EngineDeadError, innermost
-from mainspring.base.messages import ResetPrefixCache
+from mainspring.base.messages import GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import SamplingParams
 from mainspring.base.protocols import Clock
@@ -85,7 +85,7 @@ class LLMEngine:
         from mainspring.engine.client import EngineCoreClient
         from mainspring.frontend.tokenizer import Tokenizer
 
-        with GGUFFile(resolve_model(args.model)) as file:
+        with GGUFFile(resolve_model(args.model, fetch=True)) as file:
             facts = model_facts(file)
             config = resolve(args, facts)
             tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_gguf(file)
@@ -168,6 +168,11 @@ class LLMEngine:
         """See `ResetPrefixCache`; False, and no change, while requests run."""
         self._raise_if_dead()
         return bool(self.client.call(ResetPrefixCache(reset_running_requests)))
+
+    def get_stats(self) -> SchedulerStats:
+        self._raise_if_dead()
+        stats: SchedulerStats = self.client.call(GetStats())
+        return stats
 
     def shutdown(self) -> None:
         """Idempotent."""
