@@ -1,7 +1,7 @@
 """The floors of the house: imports go down, and rooms of one floor do not know each other.
 
-Deferred and typing-only imports count, for a reader has to follow them too. `ROOMS` is the plan's table; a room
-or an arrow that is not in it is a failure, so whoever adds one changes the table in the same commit.
+Deferred and typing-only imports count, for a reader has to follow them too. `ROOMS` is the plan's table; a
+room or an arrow that is not in it is a failure, so whoever adds one changes the table in the same commit.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ SCENARIOS = (
 def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All figures; the engine's settings are `EngineArgs` fields."""
     args = EngineArgs.from_mapping(engine_arguments)
+    if args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None:
+        args.num_gpu_blocks_override = num_blocks(args.block_size)
     rng = random.Random(0)
     start = time.perf_counter()
     with LLMEngine.from_engine_args(args) as engine:
@@ -73,8 +75,16 @@ def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]
         "load_s": round(load_s, 2),
         "tokens_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
         "sgemm_gflops": round(statistics.median(sgemm), 1),
+        "kv_blocks": args.num_gpu_blocks_override,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def num_blocks(block_size: int) -> int:
+    """A KV pool that just holds the largest scenario. In a larger one ever more blocks would be kept for their
+    prefixes, and the peak of memory would tell how long the measurement ran.
+    """
+    return 1 + max(s.num_requests * -(-(s.prompt_tokens + s.output_tokens) // block_size) for s in SCENARIOS)
 
 
 def run(engine: LLMEngine, scenario: Scenario, rng: random.Random) -> Rates:
