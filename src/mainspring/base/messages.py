@@ -113,9 +113,8 @@ class TokenLogprobs(NamedTuple):
 
     token_ids: npt.NDArray[np.int32]  # [positions, 1 + k]
     logprobs: npt.NDArray[np.float32]  # [positions, 1 + k]
-    ranks: npt.NDArray[
-        np.int32
-    ]  # [positions], 1 is the best: how many logits are at least as large as column 0's
+    # [positions], 1 is the best: how many logits are at least as large as column 0's
+    ranks: npt.NDArray[np.int32]
 
 
 class EventType(IntEnum):

@@ -129,9 +129,8 @@ class KVCacheManager:
         would fit and leave `num_reserved` blocks idle; else False and no change (rule 1)."""
         assert not request.block_table, f"{request.request_id} already owns blocks"
         hit_blocks = [block for blocks in hit.block_table for block in blocks if block != NULL_BLOCK]
-        revived = sum(
-            map(self.pool.is_idle, hit_blocks)
-        )  # an idle block that is hit is no longer free (case B044)
+        # an idle block that is hit is no longer free (case B044)
+        revived = sum(map(self.pool.is_idle, hit_blocks))
         whole = max(0, self.num_blocks_for_whole(len(request.token_ids)) - len(hit_blocks))
         now = sum(-(-num_tokens // self.block_size) - len(blocks) for blocks in hit.block_table)
         if max(whole, now) + revived + num_reserved > self.pool.num_idle:

@@ -112,9 +112,8 @@ class Request:
         self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, extended when asked for
         self.num_published_blocks = 0
         self.grammar: Grammar | None = None
-        self.has_delivered = bool(
-            message.output_token_ids
-        )  # outputs were sent, by this core or an earlier one
+        # outputs were sent, by this core or an earlier one
+        self.has_delivered = bool(message.output_token_ids)
         self.num_cached_tokens: int | None = None  # found at first admission
         self.num_preemptions = 0
         self.tried_source = False  # KV from elsewhere is asked for once

@@ -47,9 +47,8 @@ class _StepInFlight:
     waits_for_mask: bool = False
 
     def result(self) -> ModelRunnerOutput:
-        forward = (
-            self.forward.result()
-        )  # also where sampling follows: a failure of the forward pass is the cause
+        # also where sampling follows: a failure of the forward pass is the cause
+        forward = self.forward.result()
         result = self.sampling.result() if self.sampling is not None else forward
         assert result is not None, f"step {self.plan.step_id} came back without a result"
         return result

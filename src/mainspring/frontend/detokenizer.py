@@ -52,9 +52,8 @@ class TokenBytes(dict[int, bytes]):
 class StopHit(NamedTuple):
     """A stop string has come."""
 
-    num_tokens: (
-        int  # how many of the tokens just given belong to the answer; the last one completed the string
-    )
+    # how many of the tokens just given belong to the answer; the last one completed the string
+    num_tokens: int
     stop: str
 
 

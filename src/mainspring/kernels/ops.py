@@ -45,9 +45,8 @@ class Batch:
     query_start_loc: Ints  # [R + 1]
     seq_lens: Ints  # [R] tokens of each request after this step
     block_tables: tuple[Ints, ...]  # per KV group [R, max_blocks]
-    slot_mapping: tuple[
-        npt.NDArray[np.int64], ...
-    ]  # per KV group [T]: block id * block size + offset; -1: not kept
+    # per KV group [T]: block id * block size + offset; -1: not kept
+    slot_mapping: tuple[npt.NDArray[np.int64], ...]
 
     @property
     def num_tokens(self) -> int:

@@ -28,12 +28,10 @@ class Slot:
     request_id: str
     sampling: SamplingState
     num_prompt_logprobs: int | None  # still wanted; -1: all
-    prompt_logprobs: list[TokenLogprobs] = field(
-        default_factory=list
-    )  # of the prompt positions computed so far
-    error: str | None = (
-        None  # why it cannot go on; it is told with each of its rows until the scheduler ends it
-    )
+    # of the prompt positions computed so far
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # why it cannot go on; it is told with each of its rows until the scheduler ends it
+    error: str | None = None
 
 
 class InputBatch:
@@ -49,9 +47,8 @@ class InputBatch:
         max_blocks = -(-max_model_len // kv.block_size)
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in kv.groups]
         self.num_blocks = np.zeros((len(kv.groups), max_num_seqs), dtype=np.int32)
-        self.watched: set[int] = (
-            set()
-        )  # slots that want prompt log-probabilities or have an error: usually none
+        # slots that want prompt log-probabilities or have an error: usually none
+        self.watched: set[int] = set()
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Who leaves, who enters, which blocks were added: before anything is computed."""

@@ -88,9 +88,8 @@ def _machine_free_bytes(proc: Path) -> int:
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf(
-        "SC_PAGE_SIZE"
-    )  # all there is: nothing better is known here
+    # all there is: nothing better is known here
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_free_bytes(proc: Path, cgroups: Path) -> list[int]:
