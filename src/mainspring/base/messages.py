@@ -138,9 +138,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     new_logprobs: TokenLogprobs | None = None  # one position per new token
     prompt_logprobs: TokenLogprobs | None = None  # once, with the first output: prompt positions 1, 2, ...
     events: list[EngineCoreEvent] | None = None
-    num_cached_tokens: int | None = (
-        None  # once, with the first output: prompt tokens found at first admission
-    )
+    # once, with the first output: prompt tokens found at first admission
+    num_cached_tokens: int | None = None
     error: str | None = None  # the cause, where finish_reason is ERROR
 
 
@@ -265,9 +264,8 @@ class KVCacheSpec(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     num_kv_heads: int
     head_size: int
     dtype_bytes: int = 4
-    sliding_window: int | None = (
-        None  # a token sees itself and the sliding_window - 1 before it; None: all before it
-    )
+    # a token sees itself and the sliding_window - 1 before it; None: all before it
+    sliding_window: int | None = None
     causal: bool = True  # False anywhere turns chunked prefill and prefix caching off
 
     @property

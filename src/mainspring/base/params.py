@@ -54,9 +54,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
     n: int = 1  # completions per prompt
     presence_penalty: float = 0.0  # taken once from the logit of each token already in the output; [-2, 2]
     frequency_penalty: float = 0.0  # taken per occurrence in the output; [-2, 2]
-    repetition_penalty: float = (
-        1.0  # divides positive, multiplies negative logits of tokens in prompt or output; > 0
-    )
+    # divides positive, multiplies negative logits of tokens in prompt or output; > 0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 or -1: off

@@ -27,9 +27,8 @@ import numpy.typing as npt
 
 from mainspring.kernels.ops import AttentionShape, Batch, Floats
 
-MAX_ROWS = (
-    64  # of a piece; with 3 query heads per KV head this makes 192-row products, where sgemm is at its best
-)
+# of a piece; with 3 query heads per KV head this makes 192-row products, where sgemm is at its best
+MAX_ROWS = 64
 MAX_KEYS = 1024  # of a span: 1.5 MB of keys and values at 3 heads of 64, about a second-level cache
 MAX_STACKED_KEYS = 1536  # of all requests of a tile; see MAX_KEYS
 VECTOR_ROWS = 8  # up to here a matrix-vector product per row beats sgemm with keys on the right
