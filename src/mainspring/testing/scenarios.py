@@ -49,10 +49,20 @@ def make_scenario(dice: Dice) -> Scenario:
     max_num_seqs = dice.integer(1, 6)
     chunked = dice.chance(80)
     least = max_num_seqs if chunked else max_model_len
-    window = dice.maybe(40, lambda: dice.integer(1, 20))
+    window, other = dice.integer(1, 20), dice.integer(1, 20)
     scenario = Scenario(
         guests=(),
-        windows=(None,) if window is None else dice.pick([(None, window), (window, None), (window,)]),
+        windows=dice.pick(
+            [
+                (None,),
+                (None,),
+                (None,),
+                (None, window),
+                (window,),
+                (window, None, None),
+                (window, None, other),
+            ]
+        ),
         block_size=block_size,
         spare_blocks=dice.pick([0, 0, 1, 3, 8, 20, 100]),
         max_model_len=max_model_len,
@@ -103,7 +113,7 @@ def make_guest(dice: Dice, scenario: Scenario, index: int) -> Guest:
         RemotePrefix(dice.integer(1, len(prompt) + 4), dice.pick([0, 1, 2, 9]), dice.chance(35))
         for _ in range(dice.pick([0, 0, 0, 1, 2]))
     ]
-    aborted_at = dice.maybe(25, lambda: arrives_at + dice.pick([0, 1, 2, 5, dice.integer(0, 40)]))
+    aborted_at = dice.maybe(25, lambda: arrives_at + dice.pick([0, 1, 3, 8, dice.integer(0, 40)]))
     return Guest(message, arrives_at, aborted_at, dice.chance(40), structure, tuple(elsewhere))
 
 
@@ -140,6 +150,7 @@ def make_params(dice: Dice, structured: bool) -> SamplingParams:
         repetition_penalty=dice.pick([1.0, 1.0, 1.8]),
         logit_bias=dice.pick([None, None, None, {3: 2.0, 9: -100.0}]),
         logprobs=dice.pick([None, None, None, 0, 3, -1]),
+        skip_reading_prefix_cache=dice.pick([None, None, None, None, True]),
         prompt_logprobs=dice.pick([None, None, None, None, 2]),
         **plain,
     )
