@@ -81,8 +81,8 @@ def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]
 
 
 def num_blocks(block_size: int) -> int:
-    """A KV pool that just holds the largest scenario. In a larger one ever more blocks would be kept for their
-    prefixes, and the peak of memory would tell how long the measurement ran.
+    """A KV pool that just holds the largest scenario. In a larger one ever more blocks would be kept for
+    their prefixes, and the peak of memory would tell how long the measurement ran.
     """
     return 1 + max(s.num_requests * -(-(s.prompt_tokens + s.output_tokens) // block_size) for s in SCENARIOS)
 
