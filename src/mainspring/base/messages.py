@@ -157,12 +157,21 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_scheduled_tokens: int = 0
 
 
+class UtilityOutput(NamedTuple):
+    """The answer to a command that came over a socket."""
+
+    call_id: int
+    result: bytes  # msgpack of what the command answers; empty where it failed
+    error: str | None
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Everything one step has to say to one front end."""
+    """Everything one step has to say to one front end, or the answer to one of its commands."""
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp_s: float = 0.0
+    utility_output: UtilityOutput | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,17 +1,21 @@
 """How a front end reaches an engine core, wherever that runs: one contract, and `make_client` picks who keeps
 it.
 
-`InprocClient` holds the core itself: nothing runs but in `get_output`, which makes one step. The clients of a
-core in a process of its own come with *The engine in its own process*.
+`InprocClient` holds the core itself: nothing runs but in `get_output`, which makes one step. `SyncMPClient`
+and `AsyncMPClient` (`mp_client.py`) talk to a core in a process of its own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineConfig
 from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, EngineCoreRequest
 from mainspring.engine.build import Built, build_engine
+
+if TYPE_CHECKING:
+    from mainspring.engine.mp_client import AsyncMPClient
 
 
 class EngineCoreClient(ABC):
@@ -21,9 +25,22 @@ class EngineCoreClient(ABC):
     max_model_len: int  # as fitted to the memory
 
     @staticmethod
-    def make_client(config: EngineConfig) -> EngineCoreClient:
-        """Build an engine and return once it can serve."""
-        return InprocClient(build_engine(config))
+    def make_client(
+        config: EngineConfig, *, in_process: bool = False, shutdown_timeout_s: float = 0.0
+    ) -> EngineCoreClient:
+        """A core for a caller that waits: here, or in a process of its own. Returns once it can serve."""
+        if in_process:
+            return InprocClient(build_engine(config))
+        from mainspring.engine.mp_client import SyncMPClient
+
+        return SyncMPClient(config, shutdown_timeout_s)
+
+    @staticmethod
+    async def make_async_client(config: EngineConfig, *, shutdown_timeout_s: float = 0.0) -> AsyncMPClient:
+        """A core in a process of its own, for an event loop."""
+        from mainspring.engine.mp_client import AsyncMPClient
+
+        return await AsyncMPClient.launch(config, shutdown_timeout_s)
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -37,10 +54,8 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """What is new; empty if a step had nothing to say."""
-
-    @abstractmethod
-    def has_work(self) -> bool: ...
+        """What is new. In process this makes a step, which may have nothing to say; else it waits for news,
+        but not while no request is live."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -66,9 +81,6 @@ class InprocClient(EngineCoreClient):
 
     def get_output(self) -> EngineCoreOutputs:
         return self._core.step().get(0) or EngineCoreOutputs()
-
-    def has_work(self) -> bool:
-        return self._core.has_work()
 
     def shutdown(self) -> None:
         self._core.shutdown()

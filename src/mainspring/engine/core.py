@@ -77,6 +77,7 @@ class EngineCore:
         self._sleep = sleep
         self._dead: str | None = None
         self._executor_failure: str | None = None
+        self.on_executor_failure: Callable[[str], None] = lambda cause: None  # wakes who waits for work
         executor.register_failure_callback(self._executor_failed)
 
     # -- requests and commands -------------------------------------------------------------------------------
@@ -90,8 +91,9 @@ class EngineCore:
             else:
                 self._compiling[request.request_id] = self._grammars.compile(request)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Idempotent, and ids that are not known are ignored. An aborted request is not spoken of again."""
+    def abort_requests(self, request_ids: Iterable[str] | None) -> None:
+        """Idempotent, and ids that are not known are ignored; None means all. An aborted request is not
+        spoken of again."""
         self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
 
     def call(self, command: Command) -> CommandResult:
@@ -105,6 +107,10 @@ class EngineCore:
                 return all(self.executor.call(command))
             case forgotten:
                 assert_never(forgotten)
+
+    def live_requests(self) -> list[EngineCoreRequest]:
+        """What was added and has not ended."""
+        return [request.message for request in self.scheduler.requests.values()]
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_requests()
@@ -130,7 +136,7 @@ class EngineCore:
             return self._ran_nothing()
         step = self._in_flight[0]
         result = step.result()
-        self._process_aborts_queue()
+        self.process_aborts_queue()
         outputs = self.scheduler.update_from_output(step.plan, result)
         self._in_flight.popleft()
         if self._in_flight and self._in_flight[-1].waits_for_mask:
@@ -168,7 +174,7 @@ class EngineCore:
             self._sleep(YIELD_S)
         return outputs
 
-    def _process_aborts_queue(self) -> None:
+    def process_aborts_queue(self) -> None:
         """Aborts that arrived while the step ran are honoured before its outputs are booked."""
         while True:
             try:
@@ -188,6 +194,7 @@ class EngineCore:
 
     def _executor_failed(self, cause: str) -> None:
         self._executor_failure = cause
+        self.on_executor_failure(cause)
 
     def _check_alive(self) -> None:
         if self._dead is None and self._executor_failure is not None:

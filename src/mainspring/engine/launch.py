@@ -1,0 +1,160 @@
+"""Starts an engine core in a process of its own, and sees it to its end.
+
+`python -m mainspring.engine.proc` is started like any program, never by multiprocessing's spawn: a script
+without a main guard, a notebook and `python -` must work. Its standard input is a pipe that carries the
+configuration and then stays open, so that it sees our end; a second pipe carries HELLO, READY or FAILED back.
+
+It leads a session of its own: Ctrl-C in a terminal is for us, who may only want an answer to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+import mainspring
+from mainspring.base import errors
+from mainspring.base.config import EngineConfig
+from mainspring.base.errors import EngineDeadError, EngineError
+from mainspring.engine.proc import HANDSHAKE_VERSION, Failed, Hello, LaunchConfig, Ready
+
+READY_TIMEOUT_S = 600.0
+KILL_AFTER_S = 5.0  # beyond what draining may take
+_Message = Hello | Ready | Failed
+
+
+class CoreProcess:
+    """A running core. `close` ends it; so does our own end, in whatever way."""
+
+    def __init__(
+        self, config: EngineConfig, *, num_clients: int = 1, shutdown_timeout_s: float = 0.0
+    ) -> None:
+        """Returns once it is ready. Raises what it raised: `ConfigError`, `CheckpointError`, or
+        `EngineDeadError` with the process's end and its cause."""
+        self.directory = tempfile.mkdtemp(prefix="mainspring-")  # readable by us alone
+        self.input_address = f"ipc://{self.directory}/input"
+        self.output_addresses = [f"ipc://{self.directory}/output-{i}" for i in range(num_clients)]
+        self._shutdown_timeout_s = shutdown_timeout_s
+        read_end, write_end = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mainspring.engine.proc", str(write_end)],
+                stdin=subprocess.PIPE,
+                pass_fds=(write_end,),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _python_path()},
+            )
+        except BaseException:
+            os.close(read_end)
+            self._remove_directory()
+            raise
+        finally:
+            os.close(write_end)
+        try:
+            with os.fdopen(read_end, "rb", buffering=0) as handshake:
+                self.ready = self._shake_hands(handshake.fileno(), config)
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def how_it_ended(self) -> str | None:
+        """None while it runs; else pid and exit status or signal, in words."""
+        status = self.process.poll()
+        if status is None:
+            return None
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"the engine core's process (pid {self.pid}) {how}"
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ask it to end, wait, and end it by force if it does not. Idempotent."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            try:
+                wait_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
+                self.process.wait(wait_s + KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                logging.getLogger(__name__).warning("the engine core does not end and is killed")
+                self.process.kill()
+                self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _shake_hands(self, handshake: int, config: EngineConfig) -> Ready:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        hello = self._hear(handshake, deadline_s)
+        if not isinstance(hello, Hello) or hello.version != HANDSHAKE_VERSION:
+            raise EngineDeadError(f"the engine core speaks another version: {hello}")
+        launch = LaunchConfig(
+            HANDSHAKE_VERSION,
+            config,
+            self.directory,
+            self.input_address,
+            self.output_addresses,
+            self._shutdown_timeout_s,
+            logging.getLevelName(logging.getLogger("mainspring").getEffectiveLevel()),
+        )
+        body = msgspec.msgpack.encode(launch)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(len(body).to_bytes(4, "little") + body)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; what follows says how
+        match self._hear(handshake, deadline_s):
+            case Ready() as ready:
+                return ready
+            case Failed(kind, cause):
+                known = getattr(errors, kind, None)
+                if isinstance(known, type) and issubclass(known, EngineError):
+                    raise known(cause)
+                raise EngineDeadError(f"the engine core could not start: {cause}")
+            case other:
+                raise EngineDeadError(f"the engine core said {other} where READY was expected")
+
+    def _hear(self, handshake: int, deadline_s: float) -> _Message:
+        size = int.from_bytes(self._read(handshake, 4, deadline_s), "little")
+        message: _Message = msgspec.msgpack.decode(self._read(handshake, size, deadline_s), type=_Message)
+        return message
+
+    def _read(self, handshake: int, size: int, deadline_s: float) -> bytes:
+        data = b""
+        while len(data) < size:
+            wait_s = deadline_s - time.monotonic()
+            if wait_s <= 0 or not select.select([handshake], [], [], wait_s)[0]:
+                raise EngineDeadError(
+                    f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
+                )
+            piece = os.read(handshake, size - len(data))
+            if not piece:
+                self.process.wait()
+                raise EngineDeadError(f"{self.how_it_ended()} while it was starting")
+            data += piece
+        return data
+
+
+def _python_path() -> str:
+    """So that the child finds the package that runs here, wherever it was imported from."""
+    root = str(Path(mainspring.__file__).parents[1])
+    inherited = os.environ.get("PYTHONPATH")
+    return root if not inherited else os.pathsep.join([root, inherited])

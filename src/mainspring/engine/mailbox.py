@@ -1,0 +1,203 @@
+"""The core's post: two threads between ZMQ sockets and two queues, so that (de)serialisation overlaps the
+forward pass.
+
+Rule 1. The loop touches no socket. The input thread decodes what arrives and queues it; the output thread
+        encodes what is queued and sends it.
+Rule 2. An abort is queued twice: eagerly, to be seen during a step, and in order, to find a request whose ADD
+        is still before it.
+Rule 3. The output queue is bounded: if nobody reads, the loop waits in `deliver`, where aborts still count.
+Rule 4. A message that does not decode hurts its sender's request alone. A thread that fails reports why, as
+        an item of the input, and the loop ends with that cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from mainspring.base.errors import innermost
+from mainspring.base.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_OUTPUTS = 64  # steps that nobody has read: then the loop waits
+SEND_LINGER_S = 4.0  # what was said last is given this long to leave
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """A front end has disconnected: its requests are nobody's."""
+
+    client_index: int
+
+
+Payload = EngineCoreRequest | list[str] | Utility | ClientGone | str | None
+Item = tuple[RequestType, Payload]
+Delivery = tuple[int, EngineCoreOutputs]
+
+
+class Mailbox(Protocol):
+    """What a busy loop needs of its post."""
+
+    def receive(self, wait: bool) -> list[Item]:
+        """All that has arrived, in order; with `wait`, at least one item."""
+
+    def deliver(self, outputs: Mapping[int, EngineCoreOutputs]) -> None: ...
+
+    def announce_death(self, cause: str) -> None:
+        """Tell every client, behind everything that was delivered before."""
+
+    def close(self) -> None: ...
+
+
+class ZmqMailbox:
+    def __init__(
+        self,
+        input_address: str,
+        output_addresses: Sequence[str],
+        aborts_queue: queue.SimpleQueue[list[str]],
+        process_aborts: Callable[[], None],
+    ) -> None:
+        """`process_aborts` honours what is in `aborts_queue`; it is called by the loop while it waits in
+        `deliver`."""
+        self._aborts_queue = aborts_queue
+        self._process_aborts = process_aborts
+        self._input_queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._output_queue: queue.Queue[Delivery | bytes | None] = queue.Queue(MAX_QUEUED_OUTPUTS)
+        self._gone: set[int] = set()
+        self._closing = False
+        self._context = zmq.Context()
+        self._input = self._context.socket(zmq.PULL)
+        self._input.setsockopt(zmq.RCVHWM, 0)
+        self._input.bind(input_address)
+        self._outputs = [self._context.socket(zmq.PUSH) for _ in output_addresses]
+        self._monitors = []
+        for socket, address in zip(self._outputs, output_addresses, strict=True):
+            socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_OUTPUTS)
+            socket.setsockopt(zmq.LINGER, int(SEND_LINGER_S * 1000))
+            self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+            socket.connect(address)
+        self._threads = [
+            threading.Thread(target=self._guard, args=(run,), name=f"mainspring-{name}", daemon=True)
+            for run, name in ((self._run_input, "input"), (self._run_output, "output"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the loop's side -------------------------------------------------------------------------------------
+
+    def post(self, kind: RequestType, payload: Payload = None) -> None:
+        """An item of the core's own, from any thread or signal handler's helper."""
+        self._input_queue.put((kind, payload))
+
+    def receive(self, wait: bool) -> list[Item]:
+        items = [self._input_queue.get()] if wait else []
+        while True:
+            try:
+                items.append(self._input_queue.get_nowait())
+            except queue.Empty:
+                return items
+
+    def deliver(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        for delivery in outputs.items():
+            while True:
+                try:
+                    self._output_queue.put(delivery, timeout=POLL_S)
+                    break
+                except queue.Full:
+                    self._process_aborts()
+        if outputs:
+            time.sleep(0)  # else the output thread waits a whole switch interval for the interpreter
+
+    def announce_death(self, cause: str) -> None:
+        try:
+            self._output_queue.put(cause.encode(), timeout=SEND_LINGER_S)
+        except queue.Full:
+            logger.error("no front end reads; the cause of death is said to nobody: %s", cause)
+
+    def close(self) -> None:
+        """Send what is queued, for a bounded time, and let the sockets go."""
+        with contextlib.suppress(queue.Full):  # nobody reads, and nobody will
+            self._output_queue.put(None, timeout=SEND_LINGER_S)
+        self._threads[1].join(SEND_LINGER_S)
+        self._closing = True
+        for thread in self._threads:
+            thread.join(10 * POLL_S)
+        for socket in (*self._monitors, self._input, *self._outputs):
+            socket.close()
+        self._context.term()
+
+    # -- the threads -----------------------------------------------------------------------------------------
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # whatever it is, the loop must end with it
+            self.post(RequestType.EXECUTOR_FAILED, f"a thread of the engine core failed: {innermost(error)}")
+
+    def _run_input(self) -> None:
+        codec = Codec()
+        poller = zmq.Poller()
+        for socket in (self._input, *self._monitors):
+            poller.register(socket, zmq.POLLIN)
+        while not self._closing:
+            for socket, _ in poller.poll(int(POLL_S * 1000)):
+                if socket is self._input:
+                    self._take(codec, self._input.recv_multipart())
+                else:
+                    socket.recv_multipart()
+                    client_index = self._monitors.index(socket)
+                    self._gone.add(client_index)
+                    self.post(RequestType.ABORT, ClientGone(client_index))
+
+    def _take(self, codec: Codec, frames: list[bytes]) -> None:
+        try:
+            kind, payload = codec.decode_request(*frames)
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            self._refuse(frames, error)
+            return
+        if isinstance(payload, list):
+            self._aborts_queue.put(payload)
+        self._input_queue.put((kind, payload))
+
+    def _refuse(self, frames: list[bytes], error: Exception) -> None:
+        """A message that is not understood: if it names a request and a client, that request is answered."""
+        logger.error("a message of %d bytes is refused: %s", sum(map(len, frames)), error)
+        try:
+            raw = msgspec.msgpack.decode(frames[1])
+            request_id, client_index = raw[0], raw[8] if len(raw) > 8 else 0
+        except (msgspec.MsgspecError, IndexError, TypeError, KeyError):
+            return
+        if isinstance(request_id, str) and client_index in range(len(self._outputs)):
+            refusal = EngineCoreOutput(
+                request_id, [], FinishReason.ERROR, error=f"the request is malformed: {error}"
+            )
+            self._output_queue.put((client_index, EngineCoreOutputs(outputs=[refusal])))
+
+    def _run_output(self) -> None:
+        codec = Codec()
+        while (item := self._output_queue.get()) is not None:
+            if isinstance(item, bytes):
+                for client_index in range(len(self._outputs)):
+                    self._send(client_index, [ENGINE_CORE_DEAD, item])
+            else:
+                client_index, outputs = item
+                self._send(client_index, [codec.encode(outputs)])
+
+    def _send(self, client_index: int, frames: list[bytes]) -> None:
+        socket = self._outputs[client_index]
+        while client_index not in self._gone and not self._closing:
+            if socket.poll(int(POLL_S * 1000), zmq.POLLOUT):
+                socket.send_multipart(frames)
+                return
