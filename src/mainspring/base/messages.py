@@ -18,7 +18,7 @@ them.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -96,7 +96,71 @@ class CheckHealth(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A round trip through the core and every worker; answers True."""
 
 
-Command = ResetPrefixCache | GetStats | CheckHealth
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class PauseScheduler(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Stop running requests; answered, with True, when nothing runs any more. New ones are accepted and
+    queued.
+
+    abort: those that live end with finish reason abort. wait: those that run go on to their end. keep: all
+    stay where they are, and go on at `ResumeScheduler`. `clear_cache` forgets cached prefixes too; kept
+    requests are then computed again.
+    """
+
+    mode: PauseMode = "abort"
+    clear_cache: bool = False
+
+
+class ResumeScheduler(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Undo `PauseScheduler`; answers True. While asleep it is refused: wake up first."""
+
+
+class IsPaused(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Answers a bool."""
+
+
+class Sleep(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Give memory back: pause (abort), forget the cache, and drop the KV pool (level 1) and the weights too
+    (level 2), which are read again from their file at `WakeUp`. Level 0 only pauses. Answered, with True,
+    when it is done; requests that come meanwhile wait."""
+
+    level: int = 1
+
+
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+class WakeUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Take back what `tags` name ("weights", "kv_cache"; None: all). Once nothing is missing, requests run
+    again. Answers True."""
+
+    tags: list[str] | None = None
+
+
+class IsSleeping(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Answers a bool: something is not awake yet."""
+
+
+class Profile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Start, or stop, Python's profiler in the loop's thread. Stopping answers the path of the file it
+    wrote."""
+
+    is_start: bool = True
+
+
+Command = (
+    ResetPrefixCache
+    | GetStats
+    | CheckHealth
+    | PauseScheduler
+    | ResumeScheduler
+    | IsPaused
+    | Sleep
+    | WakeUp
+    | IsSleeping
+    | Profile
+)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum, auto
 
 import numpy as np
@@ -54,6 +54,12 @@ from mainspring.core.step import Chunk, MaskedRow, Rows, StepBuilder, StepRecord
 from mainspring.core.stop import Stop, check_stop
 
 
+class PauseState(Enum):
+    UNPAUSED = auto()
+    PAUSED_NEW = auto()  # who runs goes on, nobody is admitted but who holds KV already
+    PAUSED_ALL = auto()  # nobody runs
+
+
 class Admission(Enum):
     """What became of an attempt to admit the head of the queue."""
 
@@ -79,6 +85,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.waiting = RequestQueue(config.policy)
         self.parked: dict[str, Request] = {}
+        self.pause_state = PauseState.UNPAUSED
         self._clock = clock
         self._vocab_size = vocab_size
         self._kv_source = kv_source
@@ -169,9 +176,26 @@ class Scheduler:
         self._sweep_running()
         return [request.request_id for request in ended]
 
+    def abort_all(self) -> None:
+        """End every live request with an output that says abort: it was not its sender who wanted this."""
+        for request in list(self.requests.values()):
+            request.outbox.append(EngineCoreOutput(request.request_id, [], FinishReason.ABORT))
+        self.finish_requests(None)
+
     def has_requests(self) -> bool:
         """Something to run, to wait for, or to deliver."""
         return bool(self.requests or self._in_flight or self._loading or any(self._outboxes.values()))
+
+    def has_runnable_requests(self) -> bool:
+        """As `has_requests`, but for requests that a pause holds back."""
+        match self.pause_state:
+            case PauseState.UNPAUSED:
+                return self.has_requests()
+            case PauseState.PAUSED_NEW:
+                waited_for: Collection[object] = (*self.running, *self._holding, *self._loading)
+            case PauseState.PAUSED_ALL:
+                waited_for = self._loading
+        return bool(waited_for or self._in_flight or any(self._outboxes.values()))
 
     def has_parked_requests(self) -> bool:
         return bool(self.parked or self._loading)
@@ -220,6 +244,9 @@ class Scheduler:
         """The next step, or None if there is nothing to run. Its effects on the requests are done when it
         returns: every plan must be executed and booked, in order."""
         step = StepBuilder(self.config.max_num_batched_tokens)
+        if self.pause_state is PauseState.PAUSED_ALL:
+            step.skipped.update(self.running)
+            return self._make_plan(step)
         self._continue_running(step)
         for request in step.counts:
             self._publish_known(request)
@@ -302,6 +329,8 @@ class Scheduler:
 
     def _admit_waiting(self, step: StepBuilder) -> None:
         while step.tokens_left > 0 and self._free_slots and (request := self.waiting.peek()) is not None:
+            if self.pause_state is PauseState.PAUSED_NEW and not request.holds_kv:
+                return
             if self._did_not_fit == (request, self.kv.pool.num_releases):
                 if self.running or self._loading or not self._take_back_held_kv():
                     return

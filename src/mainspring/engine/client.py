@@ -8,6 +8,8 @@ and `AsyncMPClient` (`mp_client.py`) talk to a core in a process of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineConfig
@@ -69,6 +71,7 @@ class InprocClient(EngineCoreClient):
         self.built = built
         self.max_model_len = built.max_model_len
         self._core = built.core
+        self._early: deque[EngineCoreOutputs] = deque()  # said while a command was waited for
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._core.add_request(request)
@@ -77,9 +80,19 @@ class InprocClient(EngineCoreClient):
         self._core.abort_requests(request_ids)
 
     def call(self, command: Command) -> CommandResult:
-        return self._core.call(command)
+        answer = self._core.call(command)
+        if not isinstance(answer, Future):
+            return answer
+        while True:  # it is given when nothing runs any more
+            self._core.settle_if_idle()
+            if answer.done():
+                return answer.result()
+            self._early.append(self._step())
 
     def get_output(self) -> EngineCoreOutputs:
+        return self._early.popleft() if self._early else self._step()
+
+    def _step(self) -> EngineCoreOutputs:
         return self._core.step().get(0) or EngineCoreOutputs()
 
     def shutdown(self) -> None:

@@ -15,19 +15,18 @@ import msgspec
 
 from mainspring.base.errors import EngineDeadError, EngineError
 from mainspring.base.messages import (
-    CheckHealth,
     Command,
     EngineCoreOutputs,
     EngineCoreRequest,
     GetStats,
-    ResetPrefixCache,
+    Profile,
     SchedulerStats,
 )
 from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
 
 Frames = list[bytes]
 
-RESULT_TYPES: dict[type, Any] = {ResetPrefixCache: bool, GetStats: SchedulerStats, CheckHealth: bool}
+RESULT_TYPES: dict[type, Any] = {GetStats: SchedulerStats, Profile: str | None}  # of others bool
 
 
 class Answer(Protocol):
@@ -82,7 +81,7 @@ class Conversation:
             elif error is not None:
                 answer.set_exception(CommandFailed(error))
             else:
-                answer.set_result(msgspec.msgpack.decode(result, type=RESULT_TYPES[type(command)]))
+                answer.set_result(msgspec.msgpack.decode(result, type=RESULT_TYPES.get(type(command), bool)))
         return outputs if outputs.outputs or outputs.scheduler_stats is not None else None
 
     def died(self, cause: str) -> EngineDeadError:

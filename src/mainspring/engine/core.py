@@ -9,7 +9,9 @@ It knows no tokenizer, socket or process: `EngineCoreProc` wraps it where it has
 
 from __future__ import annotations
 
+import cProfile
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,6 +22,7 @@ from typing import assert_never
 
 from mainspring.base.errors import EngineDeadError, innermost
 from mainspring.base.messages import (
+    SLEEP_TAGS,
     CheckHealth,
     Command,
     CommandResult,
@@ -27,12 +30,20 @@ from mainspring.base.messages import (
     EngineCoreRequest,
     FinishReason,
     GetStats,
+    IsPaused,
+    IsSleeping,
     ModelRunnerOutput,
+    PauseMode,
+    PauseScheduler,
+    Profile,
     ResetPrefixCache,
+    ResumeScheduler,
     SchedulerOutput,
+    Sleep,
+    WakeUp,
 )
 from mainspring.base.protocols import Executor, Grammar, GrammarCompiler
-from mainspring.core.scheduler import Scheduler
+from mainspring.core.scheduler import PauseState, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +85,9 @@ class EngineCore:
         self._grammars = grammars
         self._compiling: dict[str, Future[Grammar]] = {}
         self._in_flight: deque[_StepInFlight] = deque()
+        self._when_idle: list[tuple[Future[bool], bool, Callable[[], None]]] = []
+        self._asleep: set[str] = set()  # what was given back: of SLEEP_TAGS
+        self._profiler: cProfile.Profile | None = None
         self._sleep = sleep
         self._dead: str | None = None
         self._executor_failure: str | None = None
@@ -105,6 +119,25 @@ class EngineCore:
                 return self.scheduler.stats()
             case CheckHealth():
                 return all(self.executor.call(command))
+            case PauseScheduler(mode, clear_cache):
+                return self._pause(mode, clear_cache)
+            case ResumeScheduler():
+                if self._asleep:
+                    raise RuntimeError(
+                        f"{', '.join(sorted(self._asleep))} asleep: WakeUp comes before resuming"
+                    )
+                self.scheduler.pause_state = PauseState.UNPAUSED
+                return True
+            case IsPaused():
+                return self.scheduler.pause_state is not PauseState.UNPAUSED
+            case Sleep(level):
+                return self._fall_asleep(level)
+            case WakeUp(tags):
+                return self._wake_up(tags)
+            case IsSleeping():
+                return bool(self._asleep)
+            case Profile(is_start):
+                return self._profile(is_start)
             case forgotten:
                 assert_never(forgotten)
 
@@ -113,7 +146,67 @@ class EngineCore:
         return [request.message for request in self.scheduler.requests.values()]
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._in_flight) or self.scheduler.has_runnable_requests()
+
+    def _pause(
+        self, mode: PauseMode, clear_cache: bool, then: Callable[[], None] = lambda: None
+    ) -> Future[bool]:
+        if mode == "abort":
+            self.scheduler.abort_all()
+        self.scheduler.pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        paused: Future[bool] = Future()
+        self._when_idle.append((paused, clear_cache, then))
+        return paused
+
+    def settle_if_idle(self) -> None:
+        """Answer whoever waits for the engine to have nothing to run. The loop calls this between steps."""
+        while self._when_idle and not self.has_work():
+            paused, clear_cache, then = self._when_idle.pop(0)
+            try:
+                if clear_cache and not self.scheduler.reset_prefix_cache(reset_running_requests=True):
+                    raise RuntimeError("the prefix cache cannot be cleared: KV is on its way into its blocks")
+                then()
+            except Exception as error:  # the command's failure, not the engine's
+                paused.set_exception(error)
+            else:
+                paused.set_result(True)
+
+    def _fall_asleep(self, level: int) -> Future[bool]:
+        if level not in (0, 1, 2):
+            raise ValueError(f"sleep level {level} must be 0, 1 or 2")
+
+        def drop() -> None:
+            if level:
+                self.executor.call(Sleep(level))
+                self._asleep |= {"kv_cache"} if level == 1 else set(SLEEP_TAGS)
+
+        return self._pause("abort", level > 0, drop)
+
+    def _wake_up(self, tags: list[str] | None) -> bool:
+        if unknown := set(tags or ()) - set(SLEEP_TAGS):
+            raise ValueError(f"wake_up tags {sorted(unknown)} must be among {', '.join(SLEEP_TAGS)}")
+        woken = self._asleep if tags is None else self._asleep & set(tags)
+        if woken:
+            self.executor.call(WakeUp(sorted(woken, reverse=True)))  # weights first
+            self._asleep = self._asleep - woken
+        if not self._asleep:
+            self.scheduler.pause_state = PauseState.UNPAUSED
+        return True
+
+    def _profile(self, is_start: bool) -> str | None:
+        if is_start:
+            if self._profiler is not None:
+                raise RuntimeError("the profiler runs already")
+            self._profiler = cProfile.Profile()
+            self._profiler.enable()
+            return None
+        if self._profiler is None:
+            raise RuntimeError("the profiler does not run")
+        self._profiler.disable()
+        path = os.path.abspath(f"mainspring-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.prof")
+        self._profiler.dump_stats(path)
+        self._profiler = None
+        return path
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -170,7 +263,7 @@ class EngineCore:
     def _ran_nothing(self) -> dict[int, EngineCoreOutputs]:
         """Requests that wait for an event leave the CPU to whoever brings it."""
         outputs = self.scheduler.take_outputs()
-        if not outputs and self.scheduler.has_requests():
+        if not outputs and self.scheduler.has_runnable_requests():
             self._sleep(YIELD_S)
         return outputs
 

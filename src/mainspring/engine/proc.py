@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import IntEnum
 from types import FrameType
 from typing import BinaryIO
@@ -141,12 +142,11 @@ class EngineCoreProc:
         return self._engine.has_work()
 
     def _abort_all(self) -> None:
-        for request in self._engine.live_requests():
-            self._say(request, FinishReason.ABORT)
-        self._engine.abort_requests(None)
+        self._engine.scheduler.abort_all()
 
     def _process_input_queue(self) -> None:
         """Everything that has arrived; waits for something while there is nothing to run."""
+        self._engine.settle_if_idle()
         wait = not self._engine.has_work() and self._state == ShutdownState.RUNNING
         for item in self._mailbox.receive(wait=wait):
             self._handle_client_request(item)
@@ -188,9 +188,22 @@ class EngineCoreProc:
             error = SHUTTING_DOWN_TEXT
         else:
             try:
-                result = msgspec.msgpack.encode(self._engine.call(utility.command))
+                answer = self._engine.call(utility.command)
             except Exception as failure:
                 error = innermost(failure)
+            else:
+                if isinstance(answer, Future):  # answered when the engine has come to rest
+                    answer.add_done_callback(lambda done: self._answer_late(utility, done))
+                    return
+                result = msgspec.msgpack.encode(answer)
+        self._send_answer(utility, result, error)
+
+    def _answer_late(self, utility: Utility, done: Future[bool]) -> None:
+        error = done.exception()
+        result = b"" if error is not None else msgspec.msgpack.encode(done.result())
+        self._send_answer(utility, result, None if error is None else innermost(error))
+
+    def _send_answer(self, utility: Utility, result: bytes, error: str | None) -> None:
         answer = EngineCoreOutputs(utility_output=UtilityOutput(utility.call_id, result, error))
         self._mailbox.deliver({utility.client_index: answer})
 

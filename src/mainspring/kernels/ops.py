@@ -107,6 +107,9 @@ class Ops(Protocol):
     def allocate_kv(self, config: KVCacheConfig) -> None:
         """Make the KV pool; memory may be touched as late as blocks are first written."""
 
+    def release_kv(self) -> None:
+        """Give the pool's memory back. Until `allocate_kv` nothing may run."""
+
     # A pass.
 
     def run(self, batch: Batch, walk: Walk) -> None:
@@ -262,6 +265,9 @@ class Recorder:
 
     def allocate_kv(self, config: KVCacheConfig) -> None:
         self.num_groups = len(config.groups)
+
+    def release_kv(self) -> None:
+        pass
 
     def run(self, batch: Batch, walk: Walk) -> None:
         check_batch(batch, self.num_groups)

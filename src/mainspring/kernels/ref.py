@@ -67,6 +67,9 @@ class RefOps:
                 self._cache_of_layer[layer] = tensors[j]
         self._num_groups = len(config.groups)
 
+    def release_kv(self) -> None:
+        self._cache_of_layer.clear()
+
     # A pass.
 
     def run(self, batch: Batch, walk: Walk) -> None:

@@ -34,6 +34,10 @@ class Decoder:
         """Make the KV pool. Its memory is touched when blocks are first written."""
         self.ops.allocate_kv(config)
 
+    def release_kv(self) -> None:
+        """Give the KV pool's memory back, until `initialize_kv`."""
+        self.ops.release_kv()
+
     def forward(self, batch: Batch) -> Floats:
         """The final hidden states [T, hidden], after the last norm. Writes the KV of the batch's tokens.
 

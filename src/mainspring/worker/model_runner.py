@@ -55,6 +55,9 @@ class Model(Protocol):
     def initialize_kv(self, config: KVCacheConfig) -> None:
         """Allocate the pool."""
 
+    def release_kv(self) -> None:
+        """Give the pool's memory back; `initialize_kv` makes it anew."""
+
     def forward(self, batch: Batch) -> FloatArray:
         """[tokens, hidden] float32, valid until the next call."""
 

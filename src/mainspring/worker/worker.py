@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import assert_never
 
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import EngineError
 from mainspring.base.log import get_logger
 from mainspring.base.messages import (
+    SLEEP_TAGS,
     CheckHealth,
     Command,
     CommandResult,
-    GetStats,
     GrammarOutput,
     KVCacheConfig,
     KVCacheSpec,
     ModelRunnerOutput,
-    ResetPrefixCache,
     SchedulerOutput,
+    Sleep,
+    WakeUp,
 )
 from mainspring.models.loader import load_model
 from mainspring.worker.model_runner import ModelRunner
@@ -34,8 +34,13 @@ class Worker:
     """The CPU's worker. Its methods are those of the `Executor` protocol, run at once."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._kv_cache_memory_bytes = config.kv_cache_memory_bytes
-        self._runner: ModelRunner | None = ModelRunner(load_model(config), config.scheduler.max_num_seqs)
+        self._initialized: tuple[KVCacheConfig, int] | None = None  # with what, for WakeUp
+        self._runner: ModelRunner | None = self._make_runner()
+
+    def _make_runner(self) -> ModelRunner:
+        return ModelRunner(load_model(self._config), self._config.scheduler.max_num_seqs)
 
     @property
     def runner(self) -> ModelRunner:
@@ -55,6 +60,7 @@ class Worker:
         return min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
+        self._initialized = (config, max_model_len)
         self.runner.initialize(config, max_model_len)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -67,10 +73,29 @@ class Worker:
         match command:
             case CheckHealth():
                 return self.runner is not None
-            case ResetPrefixCache() | GetStats():
+            case Sleep(level):
+                return self._fall_asleep(level)
+            case WakeUp(tags):
+                return self._wake_up(set(tags or SLEEP_TAGS))
+            case _:
                 raise EngineError(f"{type(command).__name__} is answered by the engine core, not by workers")
-            case forgotten:
-                assert_never(forgotten)
+
+    def _fall_asleep(self, level: int) -> bool:
+        """Level 1 drops the KV pool; level 2 everything, to be read from the model's file again."""
+        if level == 1:
+            self.runner.model.release_kv()
+        else:
+            self._runner = None
+        return True
+
+    def _wake_up(self, tags: set[str]) -> bool:
+        if "weights" in tags and self._runner is None:
+            self._runner = self._make_runner()
+        if "kv_cache" in tags:
+            if self._initialized is None:
+                raise EngineError("wake_up comes before initialize")
+            self.runner.initialize(*self._initialized)
+        return True
 
     def close(self) -> None:
         """Let the model and its memory go. Idempotent."""
