@@ -17,21 +17,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mainspring.base.config import EngineArgs
+    from mainspring.base.config import AsyncEngineArgs, EngineArgs
     from mainspring.base.errors import (
         CheckpointError,
         ConfigError,
         EngineDeadError,
         EngineError,
+        QueueOverflowError,
         RequestError,
     )
     from mainspring.base.outputs import CompletionOutput, Logprob, RequestOutput
     from mainspring.base.params import RequestOutputKind, SamplingParams
+    from mainspring.frontend.async_llm import AsyncLLM
     from mainspring.frontend.llm import LLM
     from mainspring.frontend.llm_engine import LLMEngine
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -40,6 +44,7 @@ __all__ = [
     "EngineError",
     "LLMEngine",
     "Logprob",
+    "QueueOverflowError",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
@@ -49,6 +54,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "frontend.llm",
+    "AsyncEngineArgs": "base.config",
+    "AsyncLLM": "frontend.async_llm",
     "CheckpointError": "base.errors",
     "CompletionOutput": "base.outputs",
     "ConfigError": "base.errors",
@@ -57,6 +64,7 @@ _HOME = {
     "EngineError": "base.errors",
     "LLMEngine": "frontend.llm_engine",
     "Logprob": "base.outputs",
+    "QueueOverflowError": "base.errors",
     "RequestError": "base.errors",
     "RequestOutput": "base.outputs",
     "RequestOutputKind": "base.params",

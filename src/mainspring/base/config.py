@@ -76,6 +76,13 @@ class EngineArgs:
     gpu_memory_utilization: float = field(
         default=0.92, metadata={"help": "share of a GPU's memory; no effect on a CPU"}
     )
+    max_num_queued_reqs: int | None = field(
+        default=None,
+        metadata={"help": "most requests that may wait for their first token (AsyncLLM); default: no limit"},
+    )
+    max_num_queued_tokens: int | None = field(
+        default=None, metadata={"help": "most prompt tokens of such requests together; default: no limit"}
+    )
     watermark: float = field(
         default=0.0, metadata={"help": "share of blocks kept free when admitting beside others"}
     )
@@ -106,6 +113,9 @@ class EngineArgs:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown engine argument {name}{hint}")
         return cls(**given)
+
+
+AsyncEngineArgs = EngineArgs  # the same settings, under the name that users of vLLM's AsyncLLM know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +226,13 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
         f"watermark {args.watermark} must be in [0, 1)",
     )
     require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
-    for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes", "num_threads"):
+    for name in (
+        "num_gpu_blocks_override",
+        "kv_cache_memory_bytes",
+        "num_threads",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+    ):
         value = getattr(args, name)
         require(value is None or value >= 1, f"{name} {value} must be at least 1")
     require(

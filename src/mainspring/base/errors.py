@@ -4,6 +4,7 @@
     ├── RequestError        one request is at fault: refuse it, serve the rest   (HTTP 400)
     ├── ConfigError         a setting is wrong: say which, and what to set        (exit status 2)
     ├── CheckpointError     a model file is missing, damaged or not supported     (exit status 2)
+    ├── QueueOverflowError  too many requests wait already: try again later      (HTTP 503)
     └── EngineDeadError     nothing can be served any more: every waiting client is told
 
 The first three are a user's to mend, so they are also `ValueError`s and their message is one line that
@@ -31,6 +32,10 @@ class ConfigError(EngineError, ValueError):
 
 class CheckpointError(EngineError, ValueError):
     """A model file is missing, damaged or of a kind that is not supported."""
+
+
+class QueueOverflowError(EngineError, RuntimeError):
+    """One request is refused, for as many as the settings allow wait for their first token already."""
 
 
 class EngineDeadError(EngineError, RuntimeError):

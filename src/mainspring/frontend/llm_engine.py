@@ -16,9 +16,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from mainspring.base.config import EngineArgs, ModelFacts, resolve
+from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, resolve
 from mainspring.base.errors import CheckpointError, EngineDeadError, innermost
 from mainspring.base.messages import GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
@@ -58,6 +58,45 @@ def model_facts(file: GGUFFile) -> ModelFacts:
     )
 
 
+class Prepared(NamedTuple):
+    """All that is decided in front, before a core is there."""
+
+    facts: ModelFacts
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+
+
+def prepare(args: EngineArgs) -> Prepared:
+    """Find the model, fetching it if need be, and decide the settings.
+
+    Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
+    """
+    from mainspring.checkpoint.catalog import resolve_model
+    from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.frontend.tokenizer import Tokenizer
+
+    with GGUFFile(resolve_model(args.model, fetch=True)) as file:
+        facts = model_facts(file)
+        config = resolve(args, facts)
+        return Prepared(facts, config, None if args.skip_tokenizer_init else Tokenizer.from_gguf(file))
+
+
+def make_processors(
+    args: EngineArgs, prepared: Prepared, max_model_len: int, clock: Clock = time.monotonic
+) -> tuple[InputProcessor, OutputProcessor]:
+    """The two sides of a front end, for a core that serves up to `max_model_len`."""
+    tokenizer = prepared.tokenizer
+    inputs = InputProcessor(
+        prepared.facts,
+        max_model_len,
+        tokenizer,
+        max_logprobs=args.max_logprobs,
+        seed=args.seed,
+        clock=clock,
+    )
+    return inputs, OutputProcessor(tokenizer, clock=clock, log_stats=not args.disable_log_stats)
+
+
 class LLMEngine:
     """A client of the core and the two processors around it. Use it from one thread at a time."""
 
@@ -80,29 +119,12 @@ class LLMEngine:
 
         Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
         """
-        from mainspring.checkpoint.catalog import resolve_model
-        from mainspring.checkpoint.gguf import GGUFFile
         from mainspring.engine.client import EngineCoreClient
-        from mainspring.frontend.tokenizer import Tokenizer
 
-        with GGUFFile(resolve_model(args.model, fetch=True)) as file:
-            facts = model_facts(file)
-            config = resolve(args, facts)
-            tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_gguf(file)
-        client = EngineCoreClient.make_client(config)
-        return cls(
-            client,
-            InputProcessor(
-                facts,
-                client.max_model_len,
-                tokenizer,
-                max_logprobs=args.max_logprobs,
-                seed=args.seed,
-                clock=clock,
-            ),
-            OutputProcessor(tokenizer, clock=clock, log_stats=not args.disable_log_stats),
-            tokenizer,
-        )
+        prepared = prepare(args)
+        client = EngineCoreClient.make_client(prepared.config)
+        processors = make_processors(args, prepared, client.max_model_len, clock)
+        return cls(client, *processors, prepared.tokenizer)
 
     @property
     def max_model_len(self) -> int:

@@ -1,0 +1,475 @@
+"""The engine as an event loop sees it: one stream per request, one task that feeds them all.
+
+Rules.
+1. Every stream ends exactly once: with an output that is finished, or with an exception. Nothing waits for
+   ever: when the core or the task that reads it ends, in whatever way, every stream gets `EngineDeadError`
+   with the innermost cause, and every later call raises it.
+2. A stream holds one item. What comes while its reader sleeps is merged into it, so a slow reader costs the
+   memory of its answer, and delays nobody.
+3. A request lives as long as its generator: leaving it, in whatever way, is an abort.
+4. The caller's id is a label. Inside, a request goes by its *key*, the id of its first sequence in the core,
+   which is unique; so the same label may be in use more than once, and an abort by it ends all.
+5. The output handler knows the client and the streams, not the `AsyncLLM`: one that is dropped without
+   `shutdown` is collected, and takes the core's process with it.
+
+Everything but the construction happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from mainspring.base.config import EngineArgs
+from mainspring.base.errors import EngineDeadError, EngineError, QueueOverflowError, RequestError, innermost
+from mainspring.base.log import get_logger
+from mainspring.base.messages import (
+    CheckHealth,
+    Command,
+    CommandResult,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    GetStats,
+    ResetPrefixCache,
+    SchedulerStats,
+)
+from mainspring.base.outputs import CompletionOutput, RequestOutput
+from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.frontend.input_processor import InputProcessor, Prompt
+from mainspring.frontend.llm_engine import make_processors, prepare
+from mainspring.frontend.output_processor import OutputProcessor
+
+if TYPE_CHECKING:
+    from mainspring.frontend.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+SLICE = 128  # outputs processed before others on the loop get their turn
+SHUT_DOWN = "the engine was shut down"
+
+
+class AsyncClient(Protocol):
+    """What is asked of a core; `AsyncMPClient` fits. After its end every method but `abort_requests` and
+    `shutdown` raises `EngineDeadError`."""
+
+    async def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    async def abort_requests(self, request_ids: list[str]) -> None: ...
+
+    async def call(self, command: Command) -> CommandResult: ...
+
+    async def get_output(self) -> EngineCoreOutputs: ...
+
+    async def shutdown(self) -> None: ...
+
+
+# -- one request ---------------------------------------------------------------------------------------------
+
+
+def merge(older: RequestOutput, newer: RequestOutput, kind: RequestOutputKind) -> RequestOutput:
+    """What a caller who missed `older` is to read instead of `newer`. Both are used up."""
+    answers = {answer.index: answer for answer in older.outputs}
+    for answer in newer.outputs:
+        before = answers.get(answer.index)
+        if before is not None and kind == RequestOutputKind.DELTA:
+            answer = _joined(before, answer)
+        answers[answer.index] = answer
+    newer.outputs = [answers[index] for index in sorted(answers)]
+    if newer.prompt_logprobs is None:
+        newer.prompt_logprobs = older.prompt_logprobs  # DELTA says them once
+    return newer
+
+
+def _joined(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:
+    """Two consecutive pieces of one answer. How it stands is what the second says."""
+    second.text = first.text + second.text
+    second.token_ids = first.token_ids + second.token_ids
+    if first.logprobs is not None:
+        second.logprobs = first.logprobs + (second.logprobs or [])
+    if second.cumulative_logprob is None:
+        second.cumulative_logprob = first.cumulative_logprob
+    return second
+
+
+class _Stream:
+    """From the output handler to one reader: at most one item, see rule 2."""
+
+    __slots__ = ("_arrived", "_item", "internal_ids", "is_live", "key", "kind", "request_id")
+
+    def __init__(self, request_id: str, requests: list[EngineCoreRequest]) -> None:
+        self.request_id = request_id  # the caller's
+        self.key = requests[0].request_id
+        self.internal_ids = [request.request_id for request in requests]
+        self.kind = requests[0].sampling_params.output_kind
+        self.is_live = True  # its last item has not been put
+        self._item: RequestOutput | BaseException | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        if isinstance(item, BaseException):
+            self.is_live = False
+        else:
+            item.request_id = self.request_id
+            self.is_live = not item.finished
+            if isinstance(self._item, RequestOutput):
+                item = merge(self._item, item, self.kind)
+        self._item = item
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        await self._arrived.wait()
+        self._arrived.clear()
+        item, self._item = self._item, None
+        if isinstance(item, BaseException):
+            raise item
+        assert item is not None
+        return item
+
+
+class _Admission:
+    """Sequences that wait for their first token, and how many may. All of it in constant time."""
+
+    def __init__(self, max_num_reqs: int | None, max_num_tokens: int | None) -> None:
+        self._max_num_reqs = max_num_reqs
+        self._max_num_tokens = max_num_tokens
+        self._waiting: dict[str, int] = {}  # internal id -> tokens of its prompt
+        self._num_tokens = 0
+
+    def judge(self, num_reqs: int, num_tokens: int) -> None:
+        """Raises `QueueOverflowError`. Whoever finds nobody waiting may enter, whatever the size: refused, it
+        would be refused for ever."""
+        if not self._waiting:
+            return
+        for name, limit, what, now, more in (
+            ("max_num_queued_reqs", self._max_num_reqs, "requests", len(self._waiting), num_reqs),
+            ("max_num_queued_tokens", self._max_num_tokens, "prompt tokens", self._num_tokens, num_tokens),
+        ):
+            if limit is not None and now + more > limit:
+                raise QueueOverflowError(
+                    f"{now} {what} wait for their first token, {more} more would exceed {name} {limit}: "
+                    f"try again later, or raise {name}"
+                )
+
+    def enter(self, requests: Iterable[EngineCoreRequest]) -> None:
+        for request in requests:
+            self._waiting[request.request_id] = len(request.prompt_token_ids)
+            self._num_tokens += len(request.prompt_token_ids)
+
+    def leave(self, internal_id: str) -> None:
+        self._num_tokens -= self._waiting.pop(internal_id, 0)
+
+
+# -- all requests --------------------------------------------------------------------------------------------
+
+
+class _Streams:
+    """What is live, for `AsyncLLM` who opens and the output handler who feeds."""
+
+    def __init__(self, output_processor: OutputProcessor, admission: _Admission) -> None:
+        self.admission = admission
+        self.cause_of_death: str | None = None  # of a death; a shutdown is none
+        self.is_shut_down = False
+        self.drained = asyncio.Event()
+        self.drained.set()
+        self._output_processor = output_processor
+        self._by_key: dict[str, _Stream] = {}
+
+    def check_alive(self) -> None:
+        if self.is_shut_down or self.cause_of_death is not None:
+            raise EngineDeadError(self.cause_of_death or SHUT_DOWN)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._by_key)
+
+    def open(self, request_id: str, prompt: str | None, requests: list[EngineCoreRequest]) -> _Stream:
+        stream = _Stream(request_id, requests)
+        self.admission.enter(requests)
+        self._output_processor.add_request(stream.key, prompt, requests)
+        self._by_key[stream.key] = stream
+        self.drained.clear()
+        return stream
+
+    def take(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """News from the core, to the streams. Returns the internal ids that ended here and not there."""
+        for output in outputs:
+            if output.new_token_ids or output.finish_reason is not None:
+                self.admission.leave(output.request_id)
+        processed = self._output_processor.process_outputs(outputs)
+        for given in processed.request_outputs:
+            stream = self._by_key[given.request_id]
+            stream.put(given)
+            if not stream.is_live:
+                self._remove(stream)
+        return processed.ids_to_abort
+
+    def close(self, stream: _Stream) -> list[str]:
+        """Its reader has left. Returns the internal ids that are still live."""
+        if not stream.is_live:
+            return []
+        stream.is_live = False
+        self._remove(stream)
+        return self._output_processor.abort_requests([stream.key])
+
+    def abort(self, request_ids: Iterable[str] | None) -> list[str]:
+        """End the streams under these ids of callers (None: all) with finish reason abort. Returns the
+        internal ids that may be live in the core."""
+        wanted = None if request_ids is None else set(request_ids)
+        found = [s for s in self._by_key.values() if wanted is None or s.request_id in wanted]
+        internal_ids = [internal_id for stream in found for internal_id in stream.internal_ids]
+        self.take([EngineCoreOutput(internal_id, [], FinishReason.ABORT) for internal_id in internal_ids])
+        return internal_ids
+
+    def die(self, cause: str) -> None:
+        """The first cause stays."""
+        if not self.is_shut_down and self.cause_of_death is None:
+            self.cause_of_death = cause
+        self._output_processor.forget_all()
+        for stream in list(self._by_key.values()):
+            self._remove(stream)
+            stream.put(EngineDeadError(cause))
+
+    def _remove(self, stream: _Stream) -> None:
+        del self._by_key[stream.key]
+        for internal_id in stream.internal_ids:
+            self.admission.leave(internal_id)
+        if not self._by_key:
+            self.drained.set()
+
+
+async def _handle_outputs(client: AsyncClient, streams: _Streams) -> None:
+    """The only reader of `client`, until one of them ends."""
+    cause = "the task that reads the engine core's outputs was cancelled"
+    try:
+        while True:
+            outputs = (await client.get_output()).outputs
+            for start in range(0, len(outputs), SLICE):
+                if ids := streams.take(outputs[start : start + SLICE]):
+                    await client.abort_requests(ids)
+                await asyncio.sleep(0)
+    except EngineDeadError as error:
+        cause = str(error)
+    except Exception as error:
+        logger.exception("the outputs of the engine core cannot be handled")
+        cause = f"the output handler has failed: {innermost(error)}"
+    finally:
+        streams.die(cause)
+    await client.shutdown()  # nobody will read it again
+
+
+# -- the engine ----------------------------------------------------------------------------------------------
+
+
+class AsyncLLM:
+    """A model that answers many at once: `async for output in llm.generate(prompt, params, request_id)`.
+
+    May be made without a running event loop, or in another thread; it belongs to the loop of its first use.
+    Use it as an async context manager, or call `shutdown`.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[[], AsyncClient],
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_num_queued_reqs: int | None = None,
+        max_num_queued_tokens: int | None = None,
+        shutdown_timeout_s: float = 0.0,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`attach` makes the client of a core that runs already; it is called on the loop. `release` ends
+        what stands behind it, at the latest when this object is collected; neither may refer to it."""
+        self.tokenizer = tokenizer
+        self._attach = attach
+        self._input_processor = input_processor
+        self._streams = _Streams(output_processor, _Admission(max_num_queued_reqs, max_num_queued_tokens))
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._client: AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._output_handler: asyncio.Task[None] | None = None
+        self._release = weakref.finalize(self, release)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, shutdown_timeout_s: float = 0.0) -> AsyncLLM:
+        """Find the model, decide the settings, start the core in a process of its own; returns once it can
+        serve. Where a loop must go on meanwhile, call it by `asyncio.to_thread`.
+
+        Requests get `shutdown_timeout_s` seconds to finish in `shutdown`. Raises `CheckpointError` for a
+        model that is not there or not sound, `ConfigError` for settings.
+        """
+        from mainspring.engine.launch import CoreProcess
+        from mainspring.engine.mp_client import AsyncMPClient
+
+        prepared = prepare(args)
+        process = CoreProcess(prepared.config, shutdown_timeout_s=shutdown_timeout_s)
+        return cls(
+            partial(AsyncMPClient, process),
+            *make_processors(args, prepared, process.ready.max_model_len),
+            prepared.tokenizer,
+            max_num_queued_reqs=args.max_num_queued_reqs,
+            max_num_queued_tokens=args.max_num_queued_tokens,
+            shutdown_timeout_s=shutdown_timeout_s,
+            release=process.close,
+        )
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue `prompt`. Yields what `sampling_params.output_kind` says until an output is finished; what
+        a slow reader misses is merged into what it reads next.
+
+        Leaving the iteration (closing the generator, cancelling its task) aborts the request. Raises
+        `RequestError` for what can never be served, `QueueOverflowError` for what cannot be served now (in
+        both cases nothing was added), `EngineDeadError` when the core has ended.
+        """
+        client = self._attached()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self._streams.admission.judge(1, 1)  # before the text is read: it may be long
+        text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)
+        self._streams.admission.judge(len(requests), sum(len(r.prompt_token_ids) for r in requests))
+        stream = self._streams.open(request_id, text, requests)
+        try:
+            for request in requests:
+                if stream.is_live:  # it may be aborted while one is sent
+                    await client.add_request(request)
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if internal_ids := self._streams.close(stream):
+                await client.abort_requests(internal_ids)
+
+    def encode(
+        self, prompt: Prompt, pooling_params: object, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """For models that turn text into vectors. There is none yet: raises `RequestError`."""
+        raise RequestError("encode is not supported: no pooling model can be loaded yet; use generate")
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End every request under this id, or these; its reader gets a last output with finish reason abort.
+
+        Ids that are not live are passed over.
+        """
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        if (internal_ids := self._streams.abort(ids)) and self._client is not None:
+            await self._client.abort_requests(internal_ids)
+
+    async def wait_for_requests_to_drain(self, timeout_s: float | None = None) -> None:
+        """Returns when no request is live. Raises `TimeoutError` if one still is after `timeout_s` seconds,
+        `EngineDeadError` if the core has ended instead."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._streams.drained.wait()
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self._streams.num_live} requests are not finished after {timeout_s} s"
+            ) from None
+        if self._streams.cause_of_death is not None:
+            raise EngineDeadError(self._streams.cause_of_death)
+
+    # --- the core -------------------------------------------------------------------------------------------
+
+    async def call(self, command: Command) -> CommandResult:
+        """What the core answers. Raises what the command raised there."""
+        return await self._attached().call(command)
+
+    async def check_health(self, timeout_s: float | None = None) -> None:
+        """A round trip through the core and every worker. Raises `EngineDeadError` if there is none to make,
+        or if it takes longer than `timeout_s` seconds; a core that was only slow or stopped may still go on.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                is_healthy = await self.call(CheckHealth())
+        except TimeoutError:
+            raise EngineDeadError(f"the engine core does not answer within {timeout_s} s") from None
+        if not is_healthy:
+            raise EngineDeadError("a worker of the engine core is not healthy")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `ResetPrefixCache`; False, and no change, while requests run."""
+        return bool(await self.call(ResetPrefixCache(reset_running_requests)))
+
+    async def get_stats(self) -> SchedulerStats:
+        """Gauges of now and counters since the start."""
+        stats: SchedulerStats = await self.call(GetStats())
+        return stats
+
+    # --- life and death -------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Shut down or dead."""
+        return self._streams.is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Dead, and nobody asked for it."""
+        return self._streams.cause_of_death is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What calls raise, if `errored`."""
+        cause = self._streams.cause_of_death
+        return None if cause is None else EngineDeadError(cause)
+
+    async def shutdown(self) -> None:
+        """Refuse new requests, give live ones the time that was set for it, end the others with finish reason
+        abort, and the core. Idempotent."""
+        self._streams.is_shut_down = True
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            assert self._output_handler is not None
+            if self._shutdown_timeout_s > 0:
+                with contextlib.suppress(TimeoutError, EngineDeadError):
+                    await self.wait_for_requests_to_drain(self._shutdown_timeout_s)
+            self._streams.abort(None)
+            self._output_handler.cancel()
+            await asyncio.gather(self._output_handler, return_exceptions=True)
+            await self._client.shutdown()
+        await asyncio.to_thread(self._release)
+
+    async def __aenter__(self) -> AsyncLLM:
+        self._attached()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    def _attached(self) -> AsyncClient:
+        """The client; made at the first call, with the task that reads it."""
+        self._streams.check_alive()
+        loop = asyncio.get_running_loop()
+        if self._client is None:
+            self._loop, self._client = loop, self._attach()
+            self._output_handler = loop.create_task(
+                _handle_outputs(self._client, self._streams), name="mainspring-output-handler"
+            )
+        elif self._loop is not loop:
+            raise EngineError(
+                "this AsyncLLM belongs to another event loop, that of its first use; make another"
+            )
+        return self._client
