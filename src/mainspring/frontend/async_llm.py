@@ -23,7 +23,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineDeadError, EngineError, QueueOverflowError, RequestError, innermost
@@ -37,8 +37,16 @@ from mainspring.base.messages import (
     EngineCoreRequest,
     FinishReason,
     GetStats,
+    IsPaused,
+    IsSleeping,
+    PauseMode,
+    PauseScheduler,
+    Profile,
     ResetPrefixCache,
+    ResumeScheduler,
     SchedulerStats,
+    Sleep,
+    WakeUp,
 )
 from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
@@ -412,6 +420,37 @@ class AsyncLLM:
         """Gauges of now and counters since the start."""
         stats: SchedulerStats = await self.call(GetStats())
         return stats
+
+    async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = False) -> None:
+        """See `PauseScheduler`. Returns when nothing runs any more."""
+        if mode not in get_args(PauseMode):
+            raise RequestError(f"mode {mode!r} must be one of {', '.join(get_args(PauseMode))}", "mode")
+        await self.call(PauseScheduler(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        await self.call(ResumeScheduler())
+
+    async def is_paused(self) -> bool:
+        return bool(await self.call(IsPaused()))
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `Sleep`. Live requests end with finish reason abort."""
+        await self.call(Sleep(level))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """See `WakeUp`."""
+        await self.call(WakeUp(tags))
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self.call(IsSleeping()))
+
+    async def start_profile(self) -> None:
+        """See `Profile`."""
+        await self.call(Profile(True))
+
+    async def stop_profile(self) -> str:
+        """Returns the path of the profile, a file of the core's machine."""
+        return str(await self.call(Profile(False)))
 
     # --- life and death -------------------------------------------------------------------------------------
 
