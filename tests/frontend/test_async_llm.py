@@ -331,6 +331,31 @@ def test_abort_of_final_only_says_what_there_is():
     ]
 
 
+def test_abort_while_it_is_sent():
+    """Of several answers, those that were not sent yet stay here."""
+
+    async def body():
+        llm, client = scripted()
+        accept, may_go_on = client.add_request, asyncio.Event()
+
+        async def add(request):
+            await accept(request)
+            await may_go_on.wait()
+
+        client.add_request = add
+        async with llm:
+            task = asyncio.create_task(read(llm, "hello", endless(n=3)))
+            await until(lambda: client.inner.live)
+            await llm.abort("a")
+            may_go_on.set()
+            (output,) = await task
+            assert [answer.finish_reason for answer in output.outputs] == ["abort"] * 3
+            assert len(client.inner.seen) == 1
+            assert not client.inner.live
+
+    on_loop(body())
+
+
 def test_stop_string_is_told_to_the_core():
     async def body():
         llm, client = scripted(lambda request: list(b"one. two. three."))
@@ -494,6 +519,8 @@ def test_admission():
             await asyncio.sleep(0)
             with pytest.raises(QueueOverflowError, match=r"3 requests .* max_num_queued_reqs 3: try"):
                 await read(llm, [1], params())
+            with pytest.raises(QueueOverflowError):  # and not that the prompt is empty: it is not read
+                await read(llm, [], params())
             assert len(client.inner.seen) == 3, "the core does not hear of what is refused"
             second.cancel()  # leaves the queue
             await asyncio.sleep(0)
