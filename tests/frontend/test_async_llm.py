@@ -628,8 +628,9 @@ def with_core(executor_args=None, **given) -> tuple[AsyncLLM, CoreProcess]:
 
 
 @pytest.fixture
-def nothing_left(monkeypatch):
+def nothing_left(monkeypatch, tmp_path_factory):
     """No process and no directory of sockets stays."""
+    tmp_path_factory.getbasetemp()  # made where it belongs, before the place of temporary files changes
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is too long a name for a socket's
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr(tempfile, "tempdir", directory)
