@@ -5,6 +5,9 @@ without a main guard, a notebook and `python -` must work. Its standard input is
 configuration and then stays open, so that it sees our end; a second pipe carries HELLO, READY or FAILED back.
 
 It leads a session of its own: Ctrl-C in a terminal is for us, who may only want an answer to stop.
+
+The folder of the sockets is removed by us when we end, also without `close`, and by the child when it
+outlives us; so it is left behind only if both are killed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -32,6 +36,15 @@ from mainspring.engine.proc import HANDSHAKE_VERSION, Failed, Hello, LaunchConfi
 READY_TIMEOUT_S = 600.0
 KILL_AFTER_S = 5.0  # beyond what draining may take
 _Message = Hello | Ready | Failed
+
+
+class CoreAddress(msgspec.Struct, array_like=True, frozen=True):
+    """What a front end in another process must know to join a running core."""
+
+    pid: int
+    input_address: str
+    output_addresses: list[str]  # by client index
+    ready: Ready
 
 
 class CoreProcess:
@@ -49,7 +62,7 @@ class CoreProcess:
         read_end, write_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mainspring.engine.proc", str(write_end)],
+                [sys.executable, "-m", "mainspring.engine.proc", str(write_end), self.directory],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_end,),
                 start_new_session=True,
@@ -57,10 +70,11 @@ class CoreProcess:
             )
         except BaseException:
             os.close(read_end)
-            self._remove_directory()
+            shutil.rmtree(self.directory, ignore_errors=True)
             raise
         finally:
             os.close(write_end)
+        self._release = weakref.finalize(self, _release, self.process, self.directory, os.getpid())
         try:
             with os.fdopen(read_end, "rb", buffering=0) as handshake:
                 self.ready = self._shake_hands(handshake.fileno(), config)
@@ -72,6 +86,11 @@ class CoreProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def address(self) -> CoreAddress:
+        """For other front ends, where there is to be more than one."""
+        return CoreAddress(self.pid, self.input_address, self.output_addresses, self.ready)
+
     def how_it_ended(self) -> str | None:
         """None while it runs; else pid and exit status or signal, in words."""
         status = self.process.poll()
@@ -82,23 +101,9 @@ class CoreProcess:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ask it to end, wait, and end it by force if it does not. Idempotent."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-            try:
-                wait_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
-                self.process.wait(wait_s + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                logging.getLogger(__name__).warning("the engine core does not end and is killed")
-                self.process.kill()
-                self.process.wait()
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        wait_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
+        _end(self.process, self.directory, wait_s + KILL_AFTER_S)
+        self._release.detach()
 
     def _shake_hands(self, handshake: int, config: EngineConfig) -> Ready:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
@@ -108,7 +113,6 @@ class CoreProcess:
         launch = LaunchConfig(
             HANDSHAKE_VERSION,
             config,
-            self.directory,
             self.input_address,
             self.output_addresses,
             self._shutdown_timeout_s,
@@ -128,7 +132,10 @@ class CoreProcess:
                 known = getattr(errors, kind, None)
                 if isinstance(known, type) and issubclass(known, EngineError):
                     raise known(cause)
-                raise EngineDeadError(f"the engine core could not start: {cause}")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(KILL_AFTER_S)
+                end = self.how_it_ended() or f"the engine core's process (pid {self.pid}) does not end"
+                raise EngineDeadError(f"{end} while it was starting: {cause}")
             case other:
                 raise EngineDeadError(f"the engine core said {other} where READY was expected")
 
@@ -141,7 +148,7 @@ class CoreProcess:
         data = b""
         while len(data) < size:
             wait_s = deadline_s - time.monotonic()
-            if wait_s <= 0 or not select.select([handshake], [], [], wait_s)[0]:
+            if wait_s <= 0 or not _is_readable(handshake, wait_s):
                 raise EngineDeadError(
                     f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
                 )
@@ -151,6 +158,73 @@ class CoreProcess:
                 raise EngineDeadError(f"{self.how_it_ended()} while it was starting")
             data += piece
         return data
+
+
+class JoinedCore:
+    """A running core that another process has started and will end; to a client as a `CoreProcess`."""
+
+    def __init__(self, address: CoreAddress) -> None:
+        self.pid = address.pid
+        self.input_address = address.input_address
+        self.output_addresses = address.output_addresses
+        self.ready = address.ready
+        self._handle: int | None = None  # readable once the process has ended; its number may be used again
+        self._has_ended = False
+        try:
+            self._handle = os.pidfd_open(self.pid) if sys.platform == "linux" else None
+        except ProcessLookupError:
+            self._has_ended = True
+
+    def how_it_ended(self) -> str | None:
+        """None while it runs. Its status is known only to who started it."""
+        if not self._has_ended:
+            if self._handle is not None:
+                self._has_ended = _is_readable(self._handle, 0.0)
+            else:
+                self._has_ended = not _exists(self.pid)
+        return f"the engine core's process (pid {self.pid}) has ended" if self._has_ended else None
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def _is_readable(file: int, wait_s: float) -> bool:
+    poller = select.poll()  # `select.select` takes no descriptor above 1023
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(wait_s * 1000))
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end(process: subprocess.Popen[bytes], directory: str, kill_after_s: float) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            process.wait(kill_after_s)
+        except subprocess.TimeoutExpired:
+            logging.getLogger(__name__).warning("the engine core does not end and is killed")
+            process.kill()
+            process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _release(process: subprocess.Popen[bytes], directory: str, owner: int) -> None:
+    """Nobody holds the `CoreProcess` any more, or the interpreter ends."""
+    if os.getpid() == owner:  # a forked child has a copy of us, but the core is not its
+        _end(process, directory, KILL_AFTER_S)
 
 
 def _python_path() -> str:

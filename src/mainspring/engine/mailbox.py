@@ -6,8 +6,9 @@ Rule 1. The loop touches no socket. The input thread decodes what arrives and qu
 Rule 2. An abort is queued twice: eagerly, to be seen during a step, and in order, to find a request whose ADD
         is still before it.
 Rule 3. The output queue is bounded: if nobody reads, the loop waits in `deliver`, where aborts still count.
-Rule 4. A message that does not decode hurts its sender's request alone. A thread that fails reports why, as
-        an item of the input, and the loop ends with that cause.
+Rule 4. A message that does not decode, or names a client that there is not, hurts its sender's request alone.
+        A thread that fails reports why, as an item of the input, and the loop ends with that cause.
+Rule 5. While the core lives, a client that does not read holds everybody; at its end, nobody.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ import msgspec
 import zmq
 
 from mainspring.base.errors import innermost
-from mainspring.base.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from mainspring.base.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityOutput,
+)
 from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_OUTPUTS = 64  # steps that nobody has read: then the loop waits
 SEND_LINGER_S = 4.0  # what was said last is given this long to leave
+LAST_WORD_S = 0.5  # at the end, a client that takes nothing for so long is not waited for
 POLL_S = 0.1
 
 
@@ -42,7 +50,15 @@ class ClientGone:
     client_index: int
 
 
-Payload = EngineCoreRequest | list[str] | Utility | ClientGone | str | None
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A message that was not understood, and the answer to whoever sent it."""
+
+    client_index: int
+    answer: EngineCoreOutputs
+
+
+Payload = EngineCoreRequest | list[str] | Utility | ClientGone | Refused | str | None
 Item = tuple[RequestType, Payload]
 Delivery = tuple[int, EngineCoreOutputs]
 
@@ -76,6 +92,7 @@ class ZmqMailbox:
         self._input_queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._output_queue: queue.Queue[Delivery | bytes | None] = queue.Queue(MAX_QUEUED_OUTPUTS)
         self._gone: set[int] = set()
+        self._ending = False
         self._closing = False
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
@@ -121,6 +138,7 @@ class ZmqMailbox:
             time.sleep(0)  # else the output thread waits a whole switch interval for the interpreter
 
     def announce_death(self, cause: str) -> None:
+        self._ending = True
         try:
             self._output_queue.put(cause.encode(), timeout=SEND_LINGER_S)
         except queue.Full:
@@ -128,6 +146,7 @@ class ZmqMailbox:
 
     def close(self) -> None:
         """Send what is queued, for a bounded time, and let the sockets go."""
+        self._ending = True
         with contextlib.suppress(queue.Full):  # nobody reads, and nobody will
             self._output_queue.put(None, timeout=SEND_LINGER_S)
         self._threads[1].join(SEND_LINGER_S)
@@ -169,21 +188,32 @@ class ZmqMailbox:
             return
         if isinstance(payload, list):
             self._aborts_queue.put(payload)
+        elif payload.client_index not in range(len(self._outputs)):
+            logger.error("a message of client %d is dropped: there is none", payload.client_index)
+            return
+        elif payload.client_index in self._gone:
+            return  # it was sent before, and arrives after, the end of its client
         self._input_queue.put((kind, payload))
 
     def _refuse(self, frames: list[bytes], error: Exception) -> None:
-        """A message that is not understood: if it names a request and a client, that request is answered."""
+        """A message that is not understood: if it says who sent it and what for, that is answered."""
         logger.error("a message of %d bytes is refused: %s", sum(map(len, frames)), error)
+        text = f"the message is malformed: {error}"
         try:
-            raw = msgspec.msgpack.decode(frames[1])
-            request_id, client_index = raw[0], raw[8] if len(raw) > 8 else 0
-        except (msgspec.MsgspecError, IndexError, TypeError, KeyError):
+            kind, raw = RequestType(frames[0]), msgspec.msgpack.decode(frames[1])
+            match kind, raw:
+                case RequestType.ADD, [str(request_id), *others]:
+                    client_index = others[7] if len(others) > 7 else 0
+                    output = EngineCoreOutput(request_id, [], FinishReason.ERROR, error=text)
+                    answer = EngineCoreOutputs(outputs=[output])
+                case RequestType.UTILITY, [int(client_index), int(call_id), *_]:
+                    answer = EngineCoreOutputs(utility_output=UtilityOutput(call_id, b"", text))
+                case _:
+                    return
+        except (msgspec.MsgspecError, ValueError, IndexError):
             return
-        if isinstance(request_id, str) and client_index in range(len(self._outputs)):
-            refusal = EngineCoreOutput(
-                request_id, [], FinishReason.ERROR, error=f"the request is malformed: {error}"
-            )
-            self._output_queue.put((client_index, EngineCoreOutputs(outputs=[refusal])))
+        if client_index in range(len(self._outputs)):
+            self.post(kind, Refused(client_index, answer))  # sent by the loop: we must not wait for room
 
     def _run_output(self) -> None:
         codec = Codec()
@@ -197,7 +227,10 @@ class ZmqMailbox:
 
     def _send(self, client_index: int, frames: list[bytes]) -> None:
         socket = self._outputs[client_index]
+        patience_s = LAST_WORD_S
         while client_index not in self._gone and not self._closing:
             if socket.poll(int(POLL_S * 1000), zmq.POLLOUT):
                 socket.send_multipart(frames)
                 return
+            if self._ending and (patience_s := patience_s - POLL_S) <= 0:
+                self._gone.add(client_index)

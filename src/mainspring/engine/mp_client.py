@@ -16,7 +16,7 @@ from mainspring.base.errors import EngineDeadError, innermost
 from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, EngineCoreRequest
 from mainspring.engine.client import EngineCoreClient
 from mainspring.engine.conversation import Conversation
-from mainspring.engine.launch import CoreProcess
+from mainspring.engine.launch import CoreAddress, CoreProcess, JoinedCore
 
 WATCH_S = 0.1  # how often a silent core's process is looked at
 LINGER_S = 1.0
@@ -48,9 +48,9 @@ class SyncMPClient(EngineCoreClient):
         self._talk = Conversation()
         self._early: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
         self._unfinished: set[str] = set()
-        self._context = zmq.Context()
         self.process = CoreProcess(config, shutdown_timeout_s=shutdown_timeout_s)
         self.max_model_len = self.process.ready.max_model_len
+        self._context = zmq.Context()
         self._sockets = _Sockets(self._context, self.process.input_address, self.process.output_addresses[0])
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -104,7 +104,9 @@ class AsyncMPClient:
     Created and used on one loop.
     """
 
-    def __init__(self, process: CoreProcess, client_index: int = 0, *, owns_process: bool = True) -> None:
+    def __init__(
+        self, process: CoreProcess | JoinedCore, client_index: int = 0, *, owns_process: bool = True
+    ) -> None:
         self._talk = Conversation(client_index)
         self.process = process
         self.max_model_len = process.ready.max_model_len
@@ -119,6 +121,11 @@ class AsyncMPClient:
         """Start a core of its own; the loop goes on meanwhile."""
         make = partial(CoreProcess, config, shutdown_timeout_s=shutdown_timeout_s)
         return cls(await asyncio.to_thread(make))
+
+    @classmethod
+    async def join(cls, address: CoreAddress, client_index: int) -> AsyncMPClient:
+        """Share a core that another process has started for several front ends."""
+        return cls(JoinedCore(address), client_index)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         await self._send(self._talk.add(request))
@@ -142,7 +149,7 @@ class AsyncMPClient:
         return news
 
     async def shutdown(self) -> None:
-        self._talk.died("the engine was shut down")
+        self._news.put_nowait(self._talk.died("the engine was shut down"))
         self._receiver.cancel()
         await asyncio.gather(self._receiver, return_exceptions=True)
         if self._owns_process:

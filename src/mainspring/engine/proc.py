@@ -15,6 +15,7 @@ Endings.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -26,13 +27,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import IntEnum
+from io import FileIO
 from types import FrameType
 from typing import BinaryIO
 
 import msgspec
 
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import EngineError, innermost
+from mainspring.base.errors import EngineDeadError, EngineError, innermost
 from mainspring.base.log import set_up_logging
 from mainspring.base.messages import (
     EngineCoreOutput,
@@ -44,7 +46,7 @@ from mainspring.base.messages import (
 from mainspring.base.protocols import Clock
 from mainspring.engine.build import build_engine
 from mainspring.engine.core import EngineCore
-from mainspring.engine.mailbox import ClientGone, Item, Mailbox, ZmqMailbox
+from mainspring.engine.mailbox import ClientGone, Item, Mailbox, Refused, ZmqMailbox
 from mainspring.engine.wire import RequestType, Utility
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ PROCESS_NAME = b"mainspring-core"
 ORPHAN_POLL_S = 0.5
 ORPHAN_GRACE_S = 1.5  # for the loop to leave a step before an orphan is ended by force
 SHUTTING_DOWN_TEXT = "the engine core is shutting down"
+TOLD_TO_END_TEXT = "it was told to end"
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True):
@@ -68,7 +71,6 @@ class LaunchConfig(msgspec.Struct, array_like=True, tag=True):
 
     version: int
     engine: EngineConfig
-    directory: str  # of the sockets; whoever ends last removes it
     input_address: str
     output_addresses: list[str]  # by client index
     shutdown_timeout_s: float
@@ -137,12 +139,9 @@ class EngineCoreProc:
         if self._state == ShutdownState.REQUESTED:
             self._state = ShutdownState.SHUTTING_DOWN
             self._deadline_s = self._clock() + self._shutdown_timeout_s
-        if self._clock() >= self._deadline_s:
-            self._abort_all()
+        if self._clock() >= self._deadline_s or not self._engine.has_work():
+            self._engine.scheduler.abort_all()  # also what a pause holds back: it would never run
         return self._engine.has_work()
-
-    def _abort_all(self) -> None:
-        self._engine.scheduler.abort_all()
 
     def _process_input_queue(self) -> None:
         """Everything that has arrived; waits for something while there is nothing to run."""
@@ -163,11 +162,13 @@ class EngineCoreProc:
                     return
                 try:
                     self._engine.add_request(request)
-                except EngineError:
+                except EngineDeadError:
                     raise
                 except Exception as error:  # its own fault alone
                     self._engine.abort_requests([request.request_id])
                     self._say(request, FinishReason.ERROR, innermost(error))
+            case (_, Refused(client_index, answer)):
+                self._mailbox.deliver({client_index: answer})
             case (RequestType.ABORT, ClientGone(client_index)):
                 gone = [r.request_id for r in self._engine.live_requests() if r.client_index == client_index]
                 self._engine.abort_requests(gone)
@@ -215,7 +216,43 @@ class EngineCoreProc:
 # -- the child's entry ---------------------------------------------------------------------------------------
 
 
-def run_engine_core(config: LaunchConfig, tell: Callable[[Ready], None], lifeline: BinaryIO) -> None:
+class Lifeline:
+    """The pipe from the parent. Its other end closes when the parent dies, even by SIGKILL; where a forked
+    child of the parent's keeps a copy open, our parent's id changes."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self._pipe = pipe
+        self._parent = os.getppid()
+        self._closed = threading.Event()
+
+    def read_config(self) -> LaunchConfig | None:
+        """None if the parent has died before it said all."""
+        size = int.from_bytes(self._pipe.read(4), "little")
+        body = self._pipe.read(size)
+        return msgspec.msgpack.decode(body, type=LaunchConfig) if size and len(body) == size else None
+
+    def is_cut(self) -> bool:
+        return self._closed.is_set() or os.getppid() != self._parent
+
+    def watch(self, on_cut: Callable[[], None]) -> None:
+        """From now on `on_cut` is called, by a thread, when the parent has died."""
+
+        def read() -> None:
+            self._pipe.read()
+            self._closed.set()
+
+        def wait() -> None:
+            while not self.is_cut():
+                self._closed.wait(ORPHAN_POLL_S)
+            on_cut()
+
+        for run in (read, wait):
+            threading.Thread(target=run, daemon=True).start()
+
+
+def run_engine_core(
+    config: LaunchConfig, tell: Callable[[Ready], None], lifeline: Lifeline, directory: str
+) -> None:
     """Build an engine, say that it is ready, serve until the end. Raises what ended it."""
     name_process()
     proc: EngineCoreProc | None = None
@@ -232,15 +269,21 @@ def run_engine_core(config: LaunchConfig, tell: Callable[[Ready], None], lifelin
         # The queue's lock may be held by the thread that was interrupted: the item is put by another.
         threading.Thread(target=ask_to_end, daemon=True).start()
 
+    def end_as_orphan() -> None:
+        ask_to_end()
+        time.sleep(ORPHAN_GRACE_S)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)  # the loop is in a step that does not end; nobody is left to wait for it
+
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    threading.Thread(target=_watch_parent, args=(lifeline, config, ask_to_end), daemon=True).start()
+    lifeline.watch(end_as_orphan)
 
     built = build_engine(config.engine)
     engine = built.core
     try:
         if was_asked_to_end.is_set():
-            return
+            raise EngineDeadError(TOLD_TO_END_TEXT)
         mailbox = ZmqMailbox(
             config.input_address, config.output_addresses, engine.aborts_queue, engine.process_aborts_queue
         )
@@ -249,7 +292,7 @@ def run_engine_core(config: LaunchConfig, tell: Callable[[Ready], None], lifelin
             box = mailbox
             engine.on_executor_failure = lambda cause: box.post(RequestType.EXECUTOR_FAILED, cause)
             if was_asked_to_end.is_set():
-                return
+                raise EngineDeadError(TOLD_TO_END_TEXT)
             tell(
                 Ready(
                     built.max_model_len,
@@ -272,67 +315,46 @@ def name_process() -> None:
         ctypes.CDLL(None).prctl(15, PROCESS_NAME, 0, 0, 0)  # PR_SET_NAME
 
 
-def _watch_parent(lifeline: BinaryIO, config: LaunchConfig, ask_to_end: Callable[[], None]) -> None:
-    """End with the parent. Its end of the pipe closes when it dies, even by SIGKILL; where a forked child of
-    its keeps a copy open, our parent's id changes."""
-    parent = os.getppid()
-    closed = threading.Event()
-
-    def read() -> None:
-        lifeline.read()
-        closed.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    while not closed.wait(ORPHAN_POLL_S):
-        if os.getppid() != parent:
-            break
-    ask_to_end()
-    time.sleep(ORPHAN_GRACE_S)
-    shutil.rmtree(config.directory, ignore_errors=True)
-    os._exit(1)  # the loop is in a step that does not end; nobody is left to wait for it
-
-
 def main() -> int:
-    """`python -m mainspring.engine.proc FD`: FD is where HELLO, READY and FAILED go."""
-    encode = msgspec.msgpack.encode
-    lifeline = os.fdopen(os.dup(0), "rb")
+    """`python -m mainspring.engine.proc FD DIRECTORY`: where HELLO, READY and FAILED go; the sockets' folder,
+    which the parent removes, and we if it is gone. Returns the exit status."""
+    directory = sys.argv[2]
+    lifeline = Lifeline(os.fdopen(os.dup(0), "rb"))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    with os.fdopen(int(sys.argv[1]), "wb", buffering=0) as handshake:
+    try:
+        with os.fdopen(int(sys.argv[1]), "wb", buffering=0) as handshake:
+            return _serve(lifeline, handshake, directory)
+    finally:
+        if lifeline.is_cut():
+            shutil.rmtree(directory, ignore_errors=True)
 
-        def tell(message: Hello | Ready | Failed) -> None:
-            body = encode(message)
+
+def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
+    is_ready = False
+
+    def tell(message: Hello | Ready | Failed) -> None:
+        nonlocal is_ready
+        body = msgspec.msgpack.encode(message)
+        with contextlib.suppress(BrokenPipeError):  # the lifeline is cut too
             handshake.write(len(body).to_bytes(4, "little") + body)
+        is_ready = isinstance(message, Ready)
 
-        tell(Hello(HANDSHAKE_VERSION, os.getpid()))
-        size = int.from_bytes(lifeline.read(4), "little")
-        body = lifeline.read(size)
-        if not size or len(body) < size:
-            return 1  # the parent died before it said anything
-        config = msgspec.msgpack.decode(body, type=LaunchConfig)
-        set_up_logging(config.log_level)
-        is_ready = False
-
-        def tell_ready(message: Ready) -> None:
-            nonlocal is_ready
-            is_ready = True
-            tell(message)
-
-        try:
-            run_engine_core(config, tell_ready, lifeline)
-        except Exception as error:
-            if not is_ready:
-                tell(
-                    Failed(
-                        type(error).__name__,
-                        str(error) if isinstance(error, EngineError) else innermost(error),
-                    )
-                )
-            logger.debug("the engine core has ended", exc_info=error)
-            return 1
-        finally:
-            if os.getppid() == 1 or not os.path.isdir(config.directory):
-                shutil.rmtree(config.directory, ignore_errors=True)
+    tell(Hello(HANDSHAKE_VERSION, os.getpid()))
+    config = lifeline.read_config()
+    if config is None:
+        shutil.rmtree(directory, ignore_errors=True)
+        return 1
+    set_up_logging(config.log_level)
+    try:
+        run_engine_core(config, tell, lifeline, directory)
+    except Exception as error:
+        if is_ready:
+            logger.error("the engine core has ended: %s", innermost(error))
+        else:
+            cause = str(error) if isinstance(error, EngineError) else innermost(error)
+            tell(Failed(type(error).__name__, cause))
+        return 1
     return 0
 
 
