@@ -19,7 +19,8 @@ from mainspring.engine.conversation import Conversation
 from mainspring.engine.launch import CoreAddress, CoreProcess, JoinedCore
 
 WATCH_S = 0.1  # how often a silent core's process is looked at
-LINGER_S = 1.0
+LINGER_S = 1.0  # for what a front end that leaves has said to a core that goes on
+MAX_UNREAD = 64  # messages; then they stay in the socket, and the core notices
 
 
 class _Sockets:
@@ -28,17 +29,16 @@ class _Sockets:
 
     def __init__(self, context: Any, input_address: str, output_address: str) -> None:
         self.requests = context.socket(zmq.PUSH)
-        self.requests.setsockopt(
-            zmq.SNDHWM, 0
-        )  # a stopped core must not stop us: admission has its own limits
-        self.requests.setsockopt(zmq.LINGER, int(LINGER_S * 1000))
+        # A stopped core must not stop us: admission has its own limits.
+        self.requests.setsockopt(zmq.SNDHWM, 0)
         self.requests.connect(input_address)
         self.outputs = context.socket(zmq.PULL)
         self.outputs.bind(output_address)
 
-    def close(self) -> None:
-        self.requests.close()
-        self.outputs.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """`linger_s`: for requests that have not left yet; none where the core has ended."""
+        self.requests.close(linger=int(linger_s * 1000))
+        self.outputs.close(linger=0)
 
 
 class SyncMPClient(EngineCoreClient):
@@ -111,7 +111,7 @@ class AsyncMPClient:
         self.process = process
         self.max_model_len = process.ready.max_model_len
         self._owns_process = owns_process
-        self._news: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
+        self._news: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue(MAX_UNREAD)
         self._context = zmq.asyncio.Context()
         self._sockets = _Sockets(self._context, process.input_address, process.output_addresses[client_index])
         self._receiver = asyncio.create_task(self._receive(), name="mainspring-outputs")
@@ -149,13 +149,15 @@ class AsyncMPClient:
         return news
 
     async def shutdown(self) -> None:
-        self._news.put_nowait(self._talk.died("the engine was shut down"))
-        self._receiver.cancel()
-        await asyncio.gather(self._receiver, return_exceptions=True)
+        """What the core says while it drains can still be read; who waits for more gets `EngineDeadError`."""
         if self._owns_process:
             await asyncio.to_thread(self.process.close)
-        self._sockets.close()
-        self._context.term()
+        self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
+        linger_s = 0.0 if self._owns_process or self._talk.cause_of_death else LINGER_S
+        self._end(self._talk.died("the engine was shut down"))
+        self._sockets.close(linger_s)
+        await asyncio.to_thread(self._context.term)
 
     async def _send(self, frames: list[bytes]) -> None:
         await self._sockets.requests.send_multipart(frames)
@@ -169,10 +171,13 @@ class AsyncMPClient:
                         raise self._talk.died(end)
                     continue
                 if (news := self._talk.hear(await self._sockets.outputs.recv_multipart())) is not None:
-                    self._news.put_nowait(news)
+                    await self._news.put(news)
         except EngineDeadError as error:
-            self._news.put_nowait(error)
+            self._end(error)
         except Exception as error:
-            self._news.put_nowait(
-                self._talk.died(f"the client of the engine core failed: {innermost(error)}")
-            )
+            self._end(self._talk.died(f"the client of the engine core failed: {innermost(error)}"))
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Wake who waits for news. Where some are unread nobody waits, and `get_output` raises behind them."""
+        if self._news.empty():
+            self._news.put_nowait(error)
