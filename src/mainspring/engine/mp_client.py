@@ -178,6 +178,6 @@ class AsyncMPClient:
             self._end(self._talk.died(f"the client of the engine core failed: {innermost(error)}"))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Wake who waits for news. Where some are unread nobody waits, and `get_output` raises behind them."""
+        """Wake who waits for news. While some are unread nobody does; `get_output` raises behind them."""
         if self._news.empty():
             self._news.put_nowait(error)
