@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from mainspring.base.config import SchedulerConfig
 from mainspring.base.messages import (
@@ -464,6 +464,21 @@ def smallest(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     while (found := next((s for s in smaller(scenario) if s.guests and fails(s)), None)) is not None:
         scenario = found
     return scenario
+
+
+def brief(thing: object) -> str:
+    """A constructor's call that makes `thing` again, without what is default anyway."""
+    if type(thing) is tuple:
+        return f"({''.join(brief(item) + ', ' for item in thing)})"
+    if isinstance(thing, Struct):
+        defaults = {f.name: f.default for f in structs.fields(type(thing))}  # lists are made anew: none here
+    elif is_dataclass(thing):
+        defaults = {f.name: f.default for f in fields(thing)}
+    else:
+        return repr(thing)
+    values = {name: getattr(thing, name) for name in defaults}
+    told = [f"{name}={brief(value)}" for name, value in values.items() if value not in (defaults[name], [])]
+    return f"{type(thing).__name__}({', '.join(told)})"
 
 
 def most_steps(scenario: Scenario) -> int:
