@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from mainspring.base.messages import FinishReason, GetStats, GrammarOutput
+from mainspring.base.messages import FinishReason, GetStats, GrammarOutput, SchedulerOutput
 from mainspring.base.params import SamplingParams
 from mainspring.core import kv_cache, prefix
 from mainspring.core.block_pool import BlockPool
@@ -69,6 +69,7 @@ def unchained_hash(patch: Patch) -> None:
             hashes.append(prefix.block_hash(root, request.token_ids[start : start + block_size]))
         return hashes
 
+    patch.setattr(prefix, "extend_hashes", extend)
     patch.setattr(kv_cache, "extend_hashes", extend)
 
 
@@ -314,6 +315,43 @@ def budget_given_back_twice(patch: Patch) -> None:
     wrap(patch, Scheduler, "_preempt", preempt)
 
 
+@mistake
+def plan_changed_after_it_was_handed_over(patch: Patch) -> None:
+    handed_over = []
+
+    def plan(original, self: Scheduler, step):
+        for earlier in handed_over[-1:]:
+            earlier.slots.reverse()
+        handed_over.append(original(self, step) or SchedulerOutput(0, [], [], [], 0))
+        return handed_over[-1] if handed_over[-1].step_id else None
+
+    wrap(patch, Scheduler, "_make_plan", plan)
+
+
+@mistake
+def quiet_for_one_token_too_long(patch: Patch) -> None:
+    def advance(original, self: Scheduler, request: Request, n: int) -> None:
+        original(self, request, n)
+        request.quiet_until += 1 if request.quiet_until else 0
+
+    wrap(patch, Scheduler, "_advance", advance)
+
+
+@mistake
+def one_that_did_not_fit_is_never_tried_again(patch: Patch) -> None:
+    def admit(original, self: Scheduler, step) -> None:
+        if self._did_not_fit is not None:
+            self._did_not_fit = (self._did_not_fit[0], self.kv.pool.num_releases)
+        original(self, step)
+
+    wrap(patch, Scheduler, "_admit_waiting", admit)
+
+
+@mistake
+def reset_that_forgets_nothing(patch: Patch) -> None:
+    patch.setattr(BlockPool, "forget_all", lambda self: self.num_idle == self.num_blocks - 1)
+
+
 # -- grammar -------------------------------------------------------------------------------------------------
 
 
@@ -346,10 +384,10 @@ def grammar_fed_again_after_preemption(patch: Patch) -> None:
 @mistake
 def journal_not_fed_to_the_grammar(patch: Patch) -> None:
     def set_grammar(original, self: Scheduler, request_id: str, grammar) -> None:
-        request = self.parked[request_id]
-        message, request.message = request.message, structs.replace(request.message, output_token_ids=[])
-        original(self, request_id, grammar)
-        request.message = message
+        if (request := self.parked.get(request_id)) is not None:
+            message, request.message = request.message, structs.replace(request.message, output_token_ids=[])
+            original(self, request_id, grammar)
+            request.message = message
 
     wrap(patch, Scheduler, "set_grammar", set_grammar)
 
@@ -396,6 +434,36 @@ def noise_addressed_by_step(patch: Patch) -> None:
         original(self, StepModel(model.vocab_size, model.windows, model.seed), **options)
 
     wrap(patch, FakeExecutor, "__init__", init)
+
+
+@mistake
+def workers_not_told_of_stop_tokens(patch: Patch) -> None:
+    def start(original, self: Scheduler, step, request: Request, n: int) -> None:
+        original(self, step, request, n)
+        step.new_requests[-1].stop_token_ids = []
+
+    wrap(patch, Scheduler, "_start_running", start)
+
+
+@mistake
+def logprobs_of_another_row(patch: Patch) -> None:
+    """Case B061."""
+
+    def attach(original, self: Scheduler, rows, result) -> None:
+        given = list(result.logprobs)
+        values = [result.logprobs[row] for row in given[1:] + given[:1]]
+        result.logprobs = dict(zip(given, values, strict=True))
+        original(self, rows, result)
+
+    wrap(patch, Scheduler, "_attach_logprobs", attach)
+
+
+@mistake
+def outputs_sent_to_another_client(patch: Patch) -> None:
+    def add(original, self: Scheduler, message) -> None:
+        original(self, structs.replace(message, client_index=0))
+
+    wrap(patch, Scheduler, "add_request", add)
 
 
 # -- the tests -----------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from mainspring.base.messages import (
 from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.core import prefix
 from mainspring.core.kv_cache import KVCacheManager
+from mainspring.core.request import Request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.build import blocks_for, group_layers
 from mainspring.engine.core import EngineCore
@@ -304,25 +305,26 @@ class Drive:
         assert self.kv.pool.num_idle == self.kv.pool.num_blocks - 1, "a block is held by nobody"
 
     def check_cache(self) -> None:
-        """Every name in the prefix cache is that of a text somebody had, and its block holds just that."""
+        """A name in the prefix cache stands for one text that somebody had, and its block holds just that."""
         names: dict[bytes, tuple[History, int]] = {}
         for name, transcript in self.transcripts.items():
-            message = self.guests[name].message
-            tokens = message.prompt_token_ids + transcript.token_ids
+            message = structs.replace(self.guests[name].message, output_token_ids=transcript.token_ids)
+            request = Request(message, self.scenario.max_model_len, [])
             history = History(self.model, self.model.root(message))
-            for token_id in tokens:
+            for token_id in request.token_ids:
                 history.append(token_id)
-            parent = prefix.root_hash(message)
-            for start in range(0, len(tokens) - self.kv.block_size + 1, self.kv.block_size):
-                parent = prefix.block_hash(parent, tokens[start : start + self.kv.block_size])
-                names[parent] = (history, start)
+            num_blocks = len(request.token_ids) // self.kv.block_size
+            for i, known in enumerate(prefix.extend_hashes(request, self.kv.block_size, num_blocks)):
+                other, place = names.setdefault(known, (history, i))
+                end = (i + 1) * self.kv.block_size
+                assert place == i, "one name for two texts"
+                assert other.agrees(history, end), "one name for two texts"
         for group, by_hash in enumerate(self.kv.pool._by_hash):
             for known, block in by_hash.items():
                 assert known in names, f"block {block} is remembered for a text that nobody had"
-                history, start = names[known]
-                assert self.executor.holds(group, block, history, start), (
-                    f"block {block} does not hold its text"
-                )
+                history, i = names[known]
+                held = self.executor.holds(group, block, history, i * self.kv.block_size)
+                assert held, f"block {block} does not hold its text"
 
     def said(self, guest: Guest) -> Said:
         """What the guest has to say, all of it."""
@@ -401,6 +403,7 @@ def reset(drive: Drive, by_force: bool) -> None:
     assert done == (by_force or not held) or drive.scheduler.has_parked_requests(), (
         "a reset that is misreported"
     )
+    assert not done or not any(drive.kv.pool._by_hash), "a reset that forgets nothing"
     drive.core.check()
 
 
