@@ -146,7 +146,6 @@ def _try_turn(conversation: Conversation, question: str, given: argparse.Namespa
     try:
         _turn(conversation, question, given)
     except KeyboardInterrupt:
-        print()
         say("stopped; this turn is not part of the conversation")
     except EngineDeadError:
         raise

@@ -78,12 +78,17 @@ def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator
 def answer(llm: LLM, prompt: Any, params: SamplingParams, *, show: bool) -> Answer:
     """The answer; `show` prints it while it is written. Raises `EngineError` where it failed."""
     result = None
-    with closing(answer_in_pieces(llm, prompt, params)) as pieces:
-        for piece in pieces:
-            if isinstance(piece, Answer):
-                result = piece
-            elif show:
-                print(piece, end="", flush=True)
+    try:
+        with closing(answer_in_pieces(llm, prompt, params)) as pieces:
+            for piece in pieces:
+                if isinstance(piece, Answer):
+                    result = piece
+                elif show:
+                    print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if show:
+            print()  # whatever comes next starts a line of its own
+        raise
     assert result is not None
     if show and result.text and not result.text.endswith("\n"):
         print()
