@@ -22,6 +22,7 @@ from mainspring.core.request import Request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.core import EngineCore, _StepInFlight
 from mainspring.testing.fake_executor import FakeExecutor
+from mainspring.testing.fake_kv_source import RemotePrefix
 from mainspring.testing.fake_model import FakeModel
 from mainspring.testing.scenarios import SeededDice, make_scenario
 from mainspring.testing.simulation import Scenario, guest, play
@@ -40,6 +41,16 @@ OVERTAKEN = Scenario(
     max_num_batched_tokens=16,
     threshold=8,
     policy="priority",
+)
+
+# A load goes on after its request was aborted, and another request wants every block there is.
+ABANDONED = Scenario(
+    guests=(
+        guest("gone", list(range(20)), elsewhere=(RemotePrefix(16, delay_steps=6),), aborted_at=2),
+        guest("next", list(range(63, 29, -1)), arrives_at=2),
+    ),
+    num_blocks=12,
+    max_model_len=47,
 )
 
 Patch = pytest.MonkeyPatch
@@ -470,7 +481,7 @@ def outputs_sent_to_another_client(patch: Patch) -> None:
 
 
 def scenarios() -> Iterator[Scenario]:
-    yield OVERTAKEN
+    yield from (OVERTAKEN, ABANDONED)
     for seed in range(MAX_SCENARIOS):
         yield make_scenario(SeededDice(seed))
 
@@ -489,6 +500,7 @@ def found_after(plant: Callable[[Patch], None]) -> tuple[int, BaseException] | N
 
 def test_without_a_mistake_nothing_is_found():
     assert play(OVERTAKEN).core.call(GetStats()).num_preemptions == 1
+    assert play(ABANDONED).transcripts["gone"].token_ids == []
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -253,7 +253,7 @@ class FakeExecutor:
 
     def _check_rows(self, plan: SchedulerOutput) -> None:
         assert len(plan.slots) == len(set(plan.slots)), "rule 2: two rows of one slot"
-        assert plan.num_tokens == sum(plan.num_scheduled_tokens)
+        assert plan.num_tokens == sum(plan.num_scheduled_tokens), "num_tokens is not the sum over rows"
         sampling = []
         loading = {block for load in self._loads for block in load.blocks(self._size)}
         for row, (slot_id, count) in enumerate(zip(plan.slots, plan.num_scheduled_tokens, strict=True)):
@@ -279,7 +279,7 @@ class FakeExecutor:
                 if self.config.groups[group].spec.sliding_window is None:
                     assert len(real) == len(set(real)), "rule 4: a block twice in a table"
         assert sampling == list(plan.sampling_rows), f"rule 3: {plan.sampling_rows} should sample {sampling}"
-        assert set(plan.grammar_rows) <= set(sampling)
+        assert set(plan.grammar_rows) <= set(sampling), "a mask for a row that does not sample"
 
     def _check_sharing(self) -> None:
         """Rule 5, for the part of each table that its slot can still reach."""
