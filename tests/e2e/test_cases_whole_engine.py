@@ -24,6 +24,7 @@ from tiny_engine import (
     Witness,
     ask,
     drain,
+    make_engine,
     reference,
     said,
     text,
@@ -31,6 +32,7 @@ from tiny_engine import (
 )
 
 from mainspring import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from mainspring.base.errors import ConfigError
 from mainspring.models.decoder import Decoder
 from mainspring.worker import worker
 
@@ -255,6 +257,29 @@ def test_min_tokens_counts_through_chunks_and_preemption(ahead):
         assert len(answer.token_ids) == min_tokens + 1
         assert answer.token_ids.index(EOS) == min_tokens
         assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_pool_of_one_sequence_serves_it_to_its_end(witness, ahead, block_size):
+    """Case B176: so many blocks, or the bytes of so many, are just enough; one less is refused with the
+    numbers, and what fits is found where that is asked for."""
+    num_blocks = 1 + 96 // block_size
+    bytes_per_block = 2 * block_size * 2 * (2 * 8) * 4  # layers, tokens, K and V of two heads of 8, float32
+    prompt, params = text(60, 1), greedy(None)
+    (wanted,) = reference([prompt], [greedy(36)])
+    for size in (
+        {"num_gpu_blocks_override": num_blocks},
+        {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": num_blocks * bytes_per_block},
+    ):
+        with tiny_llm(**ahead, block_size=block_size, max_model_len=96, **size) as llm:
+            (got,) = ask(llm, [prompt], params)
+        assert got.outputs[0].finish_reason == "length"
+        compare(witness, [prompt], [params], [wanted], [got])
+        less = {name: value and value - 1 for name, value in size.items()}
+        with pytest.raises(ConfigError, match=rf"set max_model_len to {96 - block_size} or less"):
+            make_engine(**ahead, block_size=block_size, max_model_len=96, **less)
+        with tiny_llm(**ahead, block_size=block_size, max_model_len=-1, **less) as llm:
+            assert llm.max_model_len == 96 - block_size
 
 
 # -- section 7: the prefix cache -----------------------------------------------------------------------------
