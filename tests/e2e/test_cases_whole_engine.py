@@ -236,7 +236,9 @@ def test_families_under_pressure(witness, ahead, seed):
     params = [greedy(20, seed=i) for i in range(20)]
     with tiny_llm(**ahead, num_gpu_blocks_override=17, max_model_len=160, max_num_batched_tokens=128) as llm:
         check(witness, llm, prompts, params)
-        assert llm.get_stats().num_preemptions > 0
+        stats = llm.get_stats()
+        assert stats.num_preemptions > 0
+        assert stats.prefix_cache_hits > 0
 
 
 def test_min_tokens_counts_through_chunks_and_preemption(ahead):

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,8 @@ MODEL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+WINDOWED = MODEL | {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+NARROW = MODEL | {"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention"]}
 FACTS = ModelFacts(
     path=json.dumps(MODEL),
     architecture="llama",
@@ -88,13 +91,13 @@ TOKENIZER = TwoLetters()
 
 
 def text(length: int, seed: int) -> list[int]:
-    """A fixed list of ordinary tokens."""
-    return np.random.default_rng([length, seed]).integers(0, EOS, length).tolist()
+    """A fixed list of ordinary tokens; a shorter one of the same seed is its beginning."""
+    return np.random.default_rng(seed).integers(0, EOS, length).tolist()
 
 
-def make_engine(**settings) -> LLMEngine:
+def make_engine(model: dict = MODEL, **settings) -> LLMEngine:
     args = EngineArgs(**SETTINGS | settings)
-    config = resolve(args, FACTS)
+    config = resolve(args, replace(FACTS, path=json.dumps(model)))
     client = EngineCoreClient.make_client(config)
     inputs = InputProcessor(FACTS, client.max_model_len, TOKENIZER, max_logprobs=-1, seed=args.seed)
     return LLMEngine(client, inputs, OutputProcessor(TOKENIZER), TOKENIZER)
@@ -130,9 +133,11 @@ def said(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+def reference(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], model: dict = MODEL
+) -> list[RequestOutput]:
     """Each request alone: one row, the whole prompt in a step, no cache."""
-    with tiny_llm(enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+    with tiny_llm(model=model, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
         return [ask(llm, [prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
 
 
