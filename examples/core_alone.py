@@ -1,16 +1,19 @@
-"""The engine core without a model: the executor says 7 to everything. It shows what a step is."""
+"""The engine core without a model: a fake says what it is told. It shows what a step is."""
 
 from mainspring import EngineArgs, SamplingParams
 from mainspring.base.config import ModelFacts, resolve
 from mainspring.base.messages import EngineCoreRequest
 from mainspring.engine.build import build_engine
-from mainspring.testing.fake_executor import NullExecutor
+from mainspring.testing.fake_executor import ScriptedExecutor
 
 
 def main() -> None:
-    facts = ModelFacts(path="", architecture="none", max_position_embeddings=64, vocab_size=100)
+    facts = ModelFacts(path="", architecture="none", max_position_embeddings=64, vocab_size=64)
     args = EngineArgs(max_num_batched_tokens=8, max_num_seqs=4, block_size=4, num_gpu_blocks_override=20)
-    core = build_engine(resolve(args, facts), NullExecutor(token_id=7)).core
+    executor = ScriptedExecutor(
+        {"short": [1, 2, 3, 4], "long": [11, 12, 13, 14]}, num_blocks=20, block_size=4
+    )
+    core = build_engine(resolve(args, facts), executor).core
     for name, length in (("short", 3), ("long", 12)):  # the long one takes two steps to read
         params = SamplingParams(max_tokens=4, seed=0)
         core.add_request(EngineCoreRequest(name, list(range(length)), params))

@@ -208,6 +208,44 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]):
     assert "mainspring chat" in capsys.readouterr().out
 
 
+# --- models and machine -------------------------------------------------------------------------------------
+
+
+def test_pull_lists_the_catalogue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
+    assert main(["pull"]) == 0
+    assert "smollm2-135m  SmolLM2" in (listed := capsys.readouterr().out)
+    assert "98 MB to fetch" in listed
+    assert main(["pull", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["name"], entry["path"]) == ("smollm2-135m", None)
+    assert main(["pull", "smolm2-135m"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "mainspring: no model 'smolm2-135m' in the catalogue (did you mean"
+    )
+
+
+def test_pull_says_where_a_model_is(smollm2: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["pull", "smollm2-135m"]) == 0
+    assert capsys.readouterr() == (f"smollm2-135m: {smollm2}\n", "")
+    assert main(["pull", "smollm2-135m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "smollm2-135m", "path": str(smollm2)}
+
+
+def test_doctor(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kernels"].startswith(("numpy", "native"))
+    assert found["model"].startswith("smollm2-135m: fits (0.50 GiB")
+    monkeypatch.setattr("mainspring.models.weights.free_memory_bytes", lambda: 2**28)
+    assert main(["doctor", "--model", str(smollm2)]) == 0
+    assert f"{smollm2}: slow, for its weights are dequantised again" in capsys.readouterr().out
+    assert main(["doctor", "--model", "./nowhere.gguf"]) == 0
+    assert "./nowhere.gguf: no such file" in capsys.readouterr().out
+
+
 # --- the conversation, with a model that costs nothing ------------------------------------------------------
 
 
@@ -321,7 +359,7 @@ def test_a_program_may_chat_line_by_line(
 def test_what_an_answer_cannot_say_itself(
     answer: session.Answer, words: str, capsys: pytest.CaptureFixture[str]
 ):
-    session.say_if_odd(answer, max_tokens=2)
+    session.say_if_odd(answer, unasked_limit=2)
     assert capsys.readouterr().err[1 : len(words) + 1] == words
 
 
@@ -357,7 +395,7 @@ class TestRealModel:
             "finish_reason": "length",
             "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
         }
-        assert err == "(cut after 3 tokens; --max-tokens sets the limit)\n"
+        assert err == ""
 
     def test_generate_for_people(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The capital of France is")))

@@ -48,3 +48,11 @@ def test_every_name_and_behaviour_of_the_specification_is_accounted_for():
     assert len(rows) > 35
     for name, where, test in rows:
         assert "comes with" in where or ("`" in where and "tests/" in test), name
+
+
+def test_the_tests_that_are_named_exist():
+    text = (ROOT / "docs" / "seed-map.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)`: `(test_\w+)`", text)
+    assert len(named) > 10
+    gone = [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert gone == []

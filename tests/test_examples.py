@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SHOWS = {
-    "core_alone": "step 5  long  [7]  length",
+    "core_alone": "step 5  long  [14]  length",
     "generate": "The capital of France is ->' Paris.",
     "stream": "The capital of France is Paris.",
     "perplexity": "The sun rises in the east",

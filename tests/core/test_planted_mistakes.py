@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from mainspring.base.messages import FinishReason, GetStats, GrammarOutput
+from mainspring.base.messages import FinishReason, GetStats, GrammarOutput, SchedulerOutput
 from mainspring.base.params import SamplingParams
 from mainspring.core import kv_cache, prefix
 from mainspring.core.block_pool import BlockPool
@@ -22,6 +22,7 @@ from mainspring.core.request import Request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.core import EngineCore, _StepInFlight
 from mainspring.testing.fake_executor import FakeExecutor
+from mainspring.testing.fake_kv_source import RemotePrefix
 from mainspring.testing.fake_model import FakeModel
 from mainspring.testing.scenarios import SeededDice, make_scenario
 from mainspring.testing.simulation import Scenario, guest, play
@@ -40,6 +41,16 @@ OVERTAKEN = Scenario(
     max_num_batched_tokens=16,
     threshold=8,
     policy="priority",
+)
+
+# A load goes on after its request was aborted, and another request wants every block there is.
+ABANDONED = Scenario(
+    guests=(
+        guest("gone", list(range(20)), elsewhere=(RemotePrefix(16, delay_steps=6),), aborted_at=2),
+        guest("next", list(range(63, 29, -1)), arrives_at=2),
+    ),
+    num_blocks=12,
+    max_model_len=47,
 )
 
 Patch = pytest.MonkeyPatch
@@ -69,6 +80,7 @@ def unchained_hash(patch: Patch) -> None:
             hashes.append(prefix.block_hash(root, request.token_ids[start : start + block_size]))
         return hashes
 
+    patch.setattr(prefix, "extend_hashes", extend)
     patch.setattr(kv_cache, "extend_hashes", extend)
 
 
@@ -314,6 +326,43 @@ def budget_given_back_twice(patch: Patch) -> None:
     wrap(patch, Scheduler, "_preempt", preempt)
 
 
+@mistake
+def plan_changed_after_it_was_handed_over(patch: Patch) -> None:
+    handed_over = []
+
+    def plan(original, self: Scheduler, step):
+        for earlier in handed_over[-1:]:
+            earlier.slots.reverse()
+        handed_over.append(original(self, step) or SchedulerOutput(0, [], [], [], 0))
+        return handed_over[-1] if handed_over[-1].step_id else None
+
+    wrap(patch, Scheduler, "_make_plan", plan)
+
+
+@mistake
+def quiet_for_one_token_too_long(patch: Patch) -> None:
+    def advance(original, self: Scheduler, request: Request, n: int) -> None:
+        original(self, request, n)
+        request.quiet_until += 1 if request.quiet_until else 0
+
+    wrap(patch, Scheduler, "_advance", advance)
+
+
+@mistake
+def one_that_did_not_fit_is_never_tried_again(patch: Patch) -> None:
+    def admit(original, self: Scheduler, step) -> None:
+        if self._did_not_fit is not None:
+            self._did_not_fit = (self._did_not_fit[0], self.kv.pool.num_releases)
+        original(self, step)
+
+    wrap(patch, Scheduler, "_admit_waiting", admit)
+
+
+@mistake
+def reset_that_forgets_nothing(patch: Patch) -> None:
+    patch.setattr(BlockPool, "forget_all", lambda self: self.num_idle == self.num_blocks - 1)
+
+
 # -- grammar -------------------------------------------------------------------------------------------------
 
 
@@ -346,10 +395,10 @@ def grammar_fed_again_after_preemption(patch: Patch) -> None:
 @mistake
 def journal_not_fed_to_the_grammar(patch: Patch) -> None:
     def set_grammar(original, self: Scheduler, request_id: str, grammar) -> None:
-        request = self.parked[request_id]
-        message, request.message = request.message, structs.replace(request.message, output_token_ids=[])
-        original(self, request_id, grammar)
-        request.message = message
+        if (request := self.parked.get(request_id)) is not None:
+            message, request.message = request.message, structs.replace(request.message, output_token_ids=[])
+            original(self, request_id, grammar)
+            request.message = message
 
     wrap(patch, Scheduler, "set_grammar", set_grammar)
 
@@ -398,11 +447,41 @@ def noise_addressed_by_step(patch: Patch) -> None:
     wrap(patch, FakeExecutor, "__init__", init)
 
 
+@mistake
+def workers_not_told_of_stop_tokens(patch: Patch) -> None:
+    def start(original, self: Scheduler, step, request: Request, n: int) -> None:
+        original(self, step, request, n)
+        step.new_requests[-1].stop_token_ids = []
+
+    wrap(patch, Scheduler, "_start_running", start)
+
+
+@mistake
+def logprobs_of_another_row(patch: Patch) -> None:
+    """Case B061."""
+
+    def attach(original, self: Scheduler, rows, result) -> None:
+        given = list(result.logprobs)
+        values = [result.logprobs[row] for row in given[1:] + given[:1]]
+        result.logprobs = dict(zip(given, values, strict=True))
+        original(self, rows, result)
+
+    wrap(patch, Scheduler, "_attach_logprobs", attach)
+
+
+@mistake
+def outputs_sent_to_another_client(patch: Patch) -> None:
+    def add(original, self: Scheduler, message) -> None:
+        original(self, structs.replace(message, client_index=0))
+
+    wrap(patch, Scheduler, "add_request", add)
+
+
 # -- the tests -----------------------------------------------------------------------------------------------
 
 
 def scenarios() -> Iterator[Scenario]:
-    yield OVERTAKEN
+    yield from (OVERTAKEN, ABANDONED)
     for seed in range(MAX_SCENARIOS):
         yield make_scenario(SeededDice(seed))
 
@@ -421,6 +500,7 @@ def found_after(plant: Callable[[Patch], None]) -> tuple[int, BaseException] | N
 
 def test_without_a_mistake_nothing_is_found():
     assert play(OVERTAKEN).core.call(GetStats()).num_preemptions == 1
+    assert play(ABANDONED).transcripts["gone"].token_ids == []
 
 
 @pytest.mark.parametrize("name", MISTAKES)

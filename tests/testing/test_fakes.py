@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mainspring.base import messages
 from mainspring.base.config import EngineConfig, SchedulerConfig
 from mainspring.base.errors import EngineDeadError
 from mainspring.base.messages import (
@@ -19,12 +20,13 @@ from mainspring.base.messages import (
 from mainspring.base.params import SamplingParams
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.build import build_engine
+from mainspring.testing import simulation
 from mainspring.testing.fake_clock import FakeClock
 from mainspring.testing.fake_executor import FakeExecutor
 from mainspring.testing.fake_grammar import FakeGrammar, FakeGrammarCompiler
 from mainspring.testing.fake_model import FakeModel, History, reference
 from mainspring.testing.scenarios import SeededDice, make_scenario
-from mainspring.testing.simulation import Scenario, guest, play, smallest
+from mainspring.testing.simulation import Scenario, brief, guest, play, smallest
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12)
 
@@ -318,3 +320,10 @@ def test_a_failing_scenario_is_made_small(monkeypatch: pytest.MonkeyPatch):
 def test_play_finds_nothing_wrong_with_a_plain_life():
     drive = play(Scenario(guests=(guest("a", [1, 2, 3], params=GREEDY),)))
     assert len(drive.transcripts["a"].token_ids) == 12
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_scenario_can_be_written_down(seed: int):
+    scenario = make_scenario(SeededDice(seed))
+    names = {**vars(messages), **vars(simulation), "SamplingParams": SamplingParams}
+    assert eval(brief(scenario), names) == scenario

@@ -260,6 +260,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     bad_words_token_ids: list[list[int]] = []
     num_prompt_logprobs: int | None = None  # still wanted, else None: they are delivered once
     has_grammar: bool = False
+    lora: LoRARef | None = None
 
 
 class BlockAppend(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mainspring.base.errors import EngineDeadError, EngineError, RequestError
 from mainspring.base.params import SamplingParams
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags
-from mainspring.cli.sampling import add_sampling_flags, sampling_params
+from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
 from mainspring.cli.session import ENGINE_WORDS, Answer, answer, open_model, say, say_if_odd
 
 if TYPE_CHECKING:
@@ -33,9 +33,12 @@ HELP = """/clear  forget the conversation (the system message stays)
 class Conversation:
     """Messages so far, and how the next answer is made of them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, unasked_limit: int | None
+    ) -> None:
         self._llm = llm
         self._params = params
+        self._unasked_limit = unasked_limit
         self._system = [{"role": "system", "content": system}] if system else []
         self._turns: list[tuple[str, str]] = []  # (question, answer)
 
@@ -46,7 +49,7 @@ class Conversation:
         """One turn, which joins the conversation when it is complete; an interrupted one is forgotten."""
         prompt = self._fitting_prompt(question)
         result = answer(self._llm, prompt, self._params, show=show)
-        say_if_odd(result, self._params.max_tokens)
+        say_if_odd(result, self._unasked_limit)
         self._turns.append((question, result.text))
         return result
 
@@ -78,7 +81,8 @@ class Conversation:
 def run(argv: list[str]) -> int:
     given = _parser(argv).read(argv)
     params = sampling_params(given)
-    conversation = Conversation(open_model(given), params, getattr(given, "system", None))
+    system = getattr(given, "system", None)
+    conversation = Conversation(open_model(given), params, system, unasked_limit(given))
     if hasattr(given, "prompt"):
         _turn(conversation, given.prompt, given)
     elif given.json or not sys.stdin.isatty():
@@ -142,7 +146,6 @@ def _try_turn(conversation: Conversation, question: str, given: argparse.Namespa
     try:
         _turn(conversation, question, given)
     except KeyboardInterrupt:
-        print()
         say("stopped; this turn is not part of the conversation")
     except EngineDeadError:
         raise

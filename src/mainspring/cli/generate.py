@@ -9,7 +9,7 @@ from typing import Any
 
 from mainspring.base.errors import RequestError
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
-from mainspring.cli.sampling import add_sampling_flags, sampling_params
+from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
 from mainspring.cli.session import ENGINE_WORDS, answer, open_model, say_if_odd
 
 EXAMPLES = (
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     result = answer(llm, prompt, params, show=not given.json)
     if given.json:
         print(json.dumps(result.as_json()))
-    say_if_odd(result, params.max_tokens)
+    say_if_odd(result, unasked_limit(given))
     return 0
 
 

@@ -42,6 +42,11 @@ def add_sampling_flags(parser: Parser) -> None:
         add_flag(group, name, hints[name], help if shown else argparse.SUPPRESS)
 
 
+def unasked_limit(given: argparse.Namespace) -> int | None:
+    """The length at which an answer is cut because nothing was said of it."""
+    return None if hasattr(given, "max_tokens") else int(DEFAULTS["max_tokens"])
+
+
 def sampling_params(given: argparse.Namespace) -> SamplingParams:
     """Raises `RequestError` for values that can never be right."""
     chosen = {name: getattr(given, name) for name in HELP if hasattr(given, name)}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineError
 from mainspring.base.log import set_up_logging
 from mainspring.base.params import SamplingParams
@@ -20,7 +19,6 @@ from mainspring.cli.dialect import engine_arguments
 if TYPE_CHECKING:
     from mainspring.base.outputs import CompletionOutput
     from mainspring.frontend.llm import LLM
-
 
 # The engine draws the seeds of requests from its own, so one flag makes a whole conversation repeatable.
 ENGINE_WORDS = {"seed": "same seed, same text; default: another each time"}
@@ -52,12 +50,9 @@ class Answer(msgspec.Struct):
 def open_model(given: argparse.Namespace) -> LLM:
     """The engine for the flags that were given; fetches the model if it has a name and is not here yet."""
     set_up_logging("info" if given.verbose else None)
-    from mainspring.checkpoint.catalog import resolve_model
     from mainspring.frontend.llm import LLM
 
-    arguments = {"seed": secrets.randbits(63)} | engine_arguments(given)
-    resolve_model(arguments.get("model", EngineArgs().model), fetch=True)
-    return LLM(**arguments)
+    return LLM(**({"seed": secrets.randbits(63)} | engine_arguments(given)))
 
 
 def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator[str | Answer, None, None]:
@@ -83,12 +78,17 @@ def answer_in_pieces(llm: LLM, prompt: Any, params: SamplingParams) -> Generator
 def answer(llm: LLM, prompt: Any, params: SamplingParams, *, show: bool) -> Answer:
     """The answer; `show` prints it while it is written. Raises `EngineError` where it failed."""
     result = None
-    with closing(answer_in_pieces(llm, prompt, params)) as pieces:
-        for piece in pieces:
-            if isinstance(piece, Answer):
-                result = piece
-            elif show:
-                print(piece, end="", flush=True)
+    try:
+        with closing(answer_in_pieces(llm, prompt, params)) as pieces:
+            for piece in pieces:
+                if isinstance(piece, Answer):
+                    result = piece
+                elif show:
+                    print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if show:
+            print()  # whatever comes next starts a line of its own
+        raise
     assert result is not None
     if show and result.text and not result.text.endswith("\n"):
         print()
@@ -102,13 +102,13 @@ def say(words: str) -> None:
     print(f"({words})", file=sys.stderr, flush=True)
 
 
-def say_if_odd(answer: Answer, max_tokens: int | None) -> None:
-    """Words for what an empty or a cut answer cannot say itself."""
+def say_if_odd(answer: Answer, unasked_limit: int | None) -> None:
+    """Words for what an answer cannot say itself: that it is empty, or was cut where nobody asked for it."""
     if not answer.text.strip():
         why = {
             "stop": "the model ended at once; an instruct model may want --chat, or try another prompt",
             "length": f"{len(answer.token_ids)} tokens, none of which shows as text; raise --max-tokens",
         }.get(answer.finish_reason or "", f"it ended with {answer.finish_reason}")
         say(f"empty answer: {why}")
-    elif answer.finish_reason == "length" and len(answer.token_ids) == max_tokens:
-        say(f"cut after {max_tokens} tokens; --max-tokens sets the limit")
+    elif answer.finish_reason == "length" and len(answer.token_ids) == unasked_limit:
+        say(f"cut after {unasked_limit} tokens; --max-tokens sets the limit")

@@ -395,6 +395,7 @@ class Scheduler:
                 bad_words_token_ids=message.bad_words_token_ids,
                 num_prompt_logprobs=params.prompt_logprobs if request.wants_prompt_logprobs else None,
                 has_grammar=request.grammar is not None,
+                lora=message.lora,
             )
         )
         step.add(request, n)

@@ -223,6 +223,7 @@ class EngineCore:
             raise self._die(error) from error
 
     def _step(self) -> dict[int, EngineCoreOutputs]:
+        self.process_aborts_queue()
         self._take_compiled_grammars()
         self._fill()
         if not self._in_flight:
@@ -268,7 +269,7 @@ class EngineCore:
         return outputs
 
     def process_aborts_queue(self) -> None:
-        """Aborts that arrived while the step ran are honoured before its outputs are booked."""
+        """Aborts that arrived from another thread; those of while a step ran come before its outputs."""
         while True:
             try:
                 self.abort_requests(self.aborts_queue.get_nowait())

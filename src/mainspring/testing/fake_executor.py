@@ -74,7 +74,7 @@ class CommandQueue:
         self._on_collect = on_collect
         self._random = random.Random(seed)
         self._waiting: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def send(self, command: Callable[[], T]) -> Future[T]:
         future: LateFuture[T] = LateFuture(self._collect)
@@ -97,7 +97,7 @@ class CommandQueue:
                 if self._failure is not None:
                     raise self._failure
                 future.set_result(command())
-            except BaseException as error:
+            except Exception as error:
                 self._failure = error
                 future.set_exception(error)
 
@@ -140,9 +140,8 @@ class FakeExecutor:
         fail_at_step: int | None = None,
     ) -> None:
         self.model = model or FakeModel()
-        self.roots: dict[
-            str, int
-        ] = {}  # by request id: a plan does not tell a worker the adapter, so tests do
+        # By request id: a plan does not tell a worker the adapter, so tests do.
+        self.roots: dict[str, int] = {}
         self.fail_rows: set[str] = set()
         self.num_tokens_run: dict[str, int] = {}  # by request id, over all its stays
         self.plans: list[SchedulerOutput] = []
@@ -154,10 +153,8 @@ class FakeExecutor:
         self._queue = CommandQueue(when, seed, lambda: self.during_step())
         self._unsampled: SchedulerOutput | None = None  # sent, its sampling not
         self._forward: tuple[SchedulerOutput, dict[int, Logits]] | None = None  # run, its sampling not
-        self._transfers: tuple[list[str], list[str]] = (
-            [],
-            [],
-        )  # arrived and failed in the step that is running
+        self._arrived: list[str] = []  # loads that ended in the step that is running
+        self._failed: list[str] = []
         self._loads: list[Load] = []
         self._on_failure: list[Callable[[str], None]] = []
 
@@ -172,10 +169,9 @@ class FakeExecutor:
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         self.config = config
         self.group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
-        noise = np.random.default_rng(self.model.seed)
-        shape = (len(config.groups[0].layers), config.num_blocks * config.block_size)
-        self._depth_of_layer = {layer: j for group in config.groups for j, layer in enumerate(group.layers)}
-        self.kv: Values = noise.integers(0, 2**63, (config.num_tensors, shape[1]), dtype=np.uint64)
+        self._tensor_of_layer = {layer: j for group in config.groups for j, layer in enumerate(group.layers)}
+        noise, num_cells = np.random.default_rng(self.model.seed), config.num_blocks * config.block_size
+        self.kv: Values = noise.integers(0, 2**63, (config.num_tensors, num_cells), dtype=np.uint64)
 
     # -- the calls of a step: nothing but their order is judged here -----------------------------------------
 
@@ -224,7 +220,7 @@ class FakeExecutor:
             self._run(slot, count)
             if row in plan.sampling_rows:
                 logits[row] = self._logits(slot, slot.num_computed)
-        self._transfers = self._advance_loads()
+        self._advance_loads()
         if plan.sampling_rows:
             self._forward = (plan, logits)
             return None
@@ -257,7 +253,7 @@ class FakeExecutor:
 
     def _check_rows(self, plan: SchedulerOutput) -> None:
         assert len(plan.slots) == len(set(plan.slots)), "rule 2: two rows of one slot"
-        assert plan.num_tokens == sum(plan.num_scheduled_tokens)
+        assert plan.num_tokens == sum(plan.num_scheduled_tokens), "num_tokens is not the sum over rows"
         sampling = []
         loading = {block for load in self._loads for block in load.blocks(self._size)}
         for row, (slot_id, count) in enumerate(zip(plan.slots, plan.num_scheduled_tokens, strict=True)):
@@ -283,7 +279,7 @@ class FakeExecutor:
                 if self.config.groups[group].spec.sliding_window is None:
                     assert len(real) == len(set(real)), "rule 4: a block twice in a table"
         assert sampling == list(plan.sampling_rows), f"rule 3: {plan.sampling_rows} should sample {sampling}"
-        assert set(plan.grammar_rows) <= set(sampling)
+        assert set(plan.grammar_rows) <= set(sampling), "a mask for a row that does not sample"
 
     def _check_sharing(self) -> None:
         """Rule 5, for the part of each table that its slot can still reach."""
@@ -320,7 +316,7 @@ class FakeExecutor:
         """Values of positions [first, end) through the block table."""
         table = slot.tables[self.group_of_layer[layer]]
         cells = [table[p // self._size] * self._size + p % self._size for p in range(first, end)]
-        return self.kv[self._depth_of_layer[layer], cells]
+        return self.kv[self._tensor_of_layer[layer], cells]
 
     def _run(self, slot: Slot, count: int) -> None:
         """The forward pass of a row: write the values of its tokens."""
@@ -346,7 +342,7 @@ class FakeExecutor:
                 )
                 block = slot.tables[self.group_of_layer[layer]][position // self._size]
                 if block != NULL_BLOCK:
-                    self.kv[self._depth_of_layer[layer], block * self._size + position % self._size] = value
+                    self.kv[self._tensor_of_layer[layer], block * self._size + position % self._size] = value
 
     def _logits(self, slot: Slot, num_tokens: int) -> Logits:
         seen = [
@@ -401,8 +397,7 @@ class FakeExecutor:
             if slot.prompt_logprobs and slot.num_computed >= slot.data.num_prompt_tokens:
                 prompt_logprobs[row] = join_logprobs(slot.prompt_logprobs)
                 slot.prompt_logprobs = []
-        arrived, failed = self._transfers
-        self._transfers = ([], [])
+        arrived, failed, self._arrived, self._failed = self._arrived, self._failed, [], []
         tokens = [[sampled[row]] if row in sampled else [] for row in range(plan.num_rows)]
         return ModelRunnerOutput(tokens, logprobs, prompt_logprobs, errors, arrived, failed)
 
@@ -410,7 +405,7 @@ class FakeExecutor:
         """Whether `block` holds what `history` has from position `start` on. For tests."""
         return all(
             np.array_equal(
-                self.kv[self._depth_of_layer[layer], self._cells(block)],
+                self.kv[self._tensor_of_layer[layer], self._cells(block)],
                 history.values[layer][start : start + self._size],
             )
             for layer in self.config.groups[group].layers
@@ -424,10 +419,8 @@ class FakeExecutor:
             noise = [self._random.getrandbits(63) for _ in range(self._size)]
             self.kv[:, self._cells(block)] = np.array(noise, dtype=np.uint64)
 
-    def _advance_loads(self) -> tuple[list[str], list[str]]:
-        """One step later: which requests' loads have arrived, and which never will."""
-        arrived: list[str] = []
-        failed: list[str] = []
+    def _advance_loads(self) -> None:
+        """One step later some loads have arrived, and some never will."""
         for load in list(self._loads):
             load.delay_steps -= 1
             if load.delay_steps >= 0:
@@ -435,11 +428,10 @@ class FakeExecutor:
             self._loads.remove(load)
             if load.fails:
                 self._spoil(load)
-                failed.append(load.request_id)
+                self._failed.append(load.request_id)
             else:
                 self._fill(load)
-                arrived.append(load.request_id)
-        return arrived, failed
+                self._arrived.append(load.request_id)
 
     def _fill(self, load: Load) -> None:
         """Write what computing the tokens [start, start + num_tokens) would have written."""
@@ -447,13 +439,11 @@ class FakeExecutor:
         for token_id in load.token_ids:
             history.append(token_id)
         for layer, values in enumerate(history.values):
-            table = load.block_ids[self.group_of_layer[layer]]
-            for position in range(load.start, len(load.token_ids)):
-                block = table[position // self._size]
+            table, tensor = load.block_ids[self.group_of_layer[layer]], self.kv[self._tensor_of_layer[layer]]
+            for start in range(load.start, len(load.token_ids), self._size):
+                block = table[start // self._size]
                 if block != NULL_BLOCK:
-                    self.kv[self._depth_of_layer[layer], block * self._size + position % self._size] = values[
-                        position
-                    ]
+                    tensor[self._cells(block)] = values[start : start + self._size]
 
 
 class ScriptedExecutor(FakeExecutor):

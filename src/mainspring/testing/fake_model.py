@@ -303,3 +303,8 @@ class History:
         n = self.num_tokens
         seen = [v[self.model.visible(w, n) : n] for w, v in zip(self.model.windows, self.values, strict=True)]
         return self.model.logits(seen, n)
+
+    def agrees(self, other: History, num_tokens: int) -> bool:
+        """Whether both begin with the same `num_tokens` tokens, for the same adapter and salt."""
+        pairs = zip(self.values, other.values, strict=True)
+        return all(np.array_equal(a[:num_tokens], b[:num_tokens]) for a, b in pairs)

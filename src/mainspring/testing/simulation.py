@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from mainspring.base.config import SchedulerConfig
 from mainspring.base.messages import (
@@ -35,6 +35,7 @@ from mainspring.base.messages import (
 from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.core import prefix
 from mainspring.core.kv_cache import KVCacheManager
+from mainspring.core.request import Request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.build import blocks_for, group_layers
 from mainspring.engine.core import EngineCore
@@ -304,25 +305,26 @@ class Drive:
         assert self.kv.pool.num_idle == self.kv.pool.num_blocks - 1, "a block is held by nobody"
 
     def check_cache(self) -> None:
-        """Every name in the prefix cache is that of a text somebody had, and its block holds just that."""
+        """A name in the prefix cache stands for one text that somebody had, and its block holds just that."""
         names: dict[bytes, tuple[History, int]] = {}
         for name, transcript in self.transcripts.items():
-            message = self.guests[name].message
-            tokens = message.prompt_token_ids + transcript.token_ids
+            message = structs.replace(self.guests[name].message, output_token_ids=transcript.token_ids)
+            request = Request(message, self.scenario.max_model_len, [])
             history = History(self.model, self.model.root(message))
-            for token_id in tokens:
+            for token_id in request.token_ids:
                 history.append(token_id)
-            parent = prefix.root_hash(message)
-            for start in range(0, len(tokens) - self.kv.block_size + 1, self.kv.block_size):
-                parent = prefix.block_hash(parent, tokens[start : start + self.kv.block_size])
-                names[parent] = (history, start)
+            num_blocks = len(request.token_ids) // self.kv.block_size
+            for i, known in enumerate(prefix.extend_hashes(request, self.kv.block_size, num_blocks)):
+                other, place = names.setdefault(known, (history, i))
+                end = (i + 1) * self.kv.block_size
+                assert place == i, "one name for two texts"
+                assert other.agrees(history, end), "one name for two texts"
         for group, by_hash in enumerate(self.kv.pool._by_hash):
             for known, block in by_hash.items():
                 assert known in names, f"block {block} is remembered for a text that nobody had"
-                history, start = names[known]
-                assert self.executor.holds(group, block, history, start), (
-                    f"block {block} does not hold its text"
-                )
+                history, i = names[known]
+                held = self.executor.holds(group, block, history, i * self.kv.block_size)
+                assert held, f"block {block} does not hold its text"
 
     def said(self, guest: Guest) -> Said:
         """What the guest has to say, all of it."""
@@ -401,6 +403,7 @@ def reset(drive: Drive, by_force: bool) -> None:
     assert done == (by_force or not held) or drive.scheduler.has_parked_requests(), (
         "a reset that is misreported"
     )
+    assert not done or not any(drive.kv.pool._by_hash), "a reset that forgets nothing"
     drive.core.check()
 
 
@@ -464,6 +467,21 @@ def smallest(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     while (found := next((s for s in smaller(scenario) if s.guests and fails(s)), None)) is not None:
         scenario = found
     return scenario
+
+
+def brief(thing: object) -> str:
+    """A constructor's call that makes `thing` again, without what is default anyway."""
+    if type(thing) is tuple:
+        return f"({''.join(brief(item) + ', ' for item in thing)})"
+    if isinstance(thing, Struct):
+        defaults = {f.name: f.default for f in structs.fields(type(thing))}  # lists are made anew: none here
+    elif is_dataclass(thing):
+        defaults = {f.name: f.default for f in fields(thing)}
+    else:
+        return repr(thing)
+    values = {name: getattr(thing, name) for name in defaults}
+    told = [f"{name}={brief(value)}" for name, value in values.items() if value not in (defaults[name], [])]
+    return f"{type(thing).__name__}({', '.join(told)})"
 
 
 def most_steps(scenario: Scenario) -> int:
