@@ -39,7 +39,12 @@ def llm(smollm2):
     with LLM(smollm2, **SETTINGS) as llm:
         yield llm
         assert not llm.llm_engine.has_unfinished_requests()
-        assert not llm.llm_engine.client.has_work()
+        assert is_idle(llm)
+
+
+def is_idle(llm) -> bool:
+    stats = llm.get_stats()
+    return not (stats.num_running or stats.num_waiting or stats.num_parked or stats.kv_cache_usage)
 
 
 def greedy(**params) -> SamplingParams:
@@ -141,7 +146,7 @@ def test_abort_of_several_answers(llm):
         next(stream)
     stream.close()
     assert not llm.llm_engine.has_unfinished_requests()
-    assert not llm.llm_engine.client.has_work()
+    assert is_idle(llm)
     assert llm.reset_prefix_cache()
 
 
@@ -179,7 +184,7 @@ def test_request_at_the_length_limit(llm):
 def test_refusals_leave_the_engine_alone(llm, prompt, params):
     with pytest.raises(RequestError):
         ask(llm, prompt, greedy(**params))
-    assert not llm.llm_engine.client.has_work()
+    assert is_idle(llm)
 
 
 def test_ids_in_ids_out(smollm2):

@@ -93,6 +93,7 @@ class EngineArgs:
         default=None, metadata={"help": "template or its file, instead of the model's"}
     )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
+    in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
     executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
     tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})

@@ -130,7 +130,11 @@ class CoreProcess:
                 return ready
             case Failed(kind, cause):
                 known = getattr(errors, kind, None)
-                if isinstance(known, type) and issubclass(known, EngineError):
+                if (
+                    isinstance(known, type)
+                    and issubclass(known, EngineError)
+                    and known is not EngineDeadError
+                ):
                     raise known(cause)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(KILL_AFTER_S)

@@ -51,7 +51,7 @@ from mainspring.base.messages import (
 from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.input_processor import InputProcessor, Prompt
-from mainspring.frontend.llm_engine import make_processors, prepare
+from mainspring.frontend.llm_engine import make_processors, start_core
 from mainspring.frontend.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
@@ -317,12 +317,12 @@ class AsyncLLM:
         from mainspring.engine.launch import CoreProcess
         from mainspring.engine.mp_client import AsyncMPClient
 
-        prepared = prepare(args)
-        process = CoreProcess(prepared.config, shutdown_timeout_s=shutdown_timeout_s)
+        start = partial(CoreProcess, shutdown_timeout_s=shutdown_timeout_s)
+        process, facts, tokenizer = start_core(args, start, CoreProcess.close)
         return cls(
             partial(AsyncMPClient, process),
-            *make_processors(args, prepared, process.ready.max_model_len),
-            prepared.tokenizer,
+            *make_processors(args, facts, tokenizer, process.ready.max_model_len),
+            tokenizer,
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
             shutdown_timeout_s=shutdown_timeout_s,

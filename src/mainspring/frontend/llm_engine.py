@@ -13,10 +13,13 @@ each call raises it again, so nobody waits for an engine that is not there.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, resolve
 from mainspring.base.errors import CheckpointError, EngineDeadError, innermost
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from mainspring.engine.client import EngineCoreClient
     from mainspring.frontend.tokenizer import Tokenizer
 
+Core = TypeVar("Core")
 END_KEYS = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first that is there is *the* EOS
 
 
@@ -59,11 +63,10 @@ def model_facts(file: GGUFFile) -> ModelFacts:
 
 
 class Prepared(NamedTuple):
-    """All that is decided in front, before a core is there."""
+    """What is decided before a core is there."""
 
     facts: ModelFacts
     config: EngineConfig
-    tokenizer: Tokenizer | None
 
 
 def prepare(args: EngineArgs) -> Prepared:
@@ -73,21 +76,47 @@ def prepare(args: EngineArgs) -> Prepared:
     """
     from mainspring.checkpoint.catalog import resolve_model
     from mainspring.checkpoint.gguf import GGUFFile
-    from mainspring.frontend.tokenizer import Tokenizer
 
     with GGUFFile(resolve_model(args.model, fetch=True)) as file:
         facts = model_facts(file)
-        config = resolve(args, facts)
-        return Prepared(facts, config, None if args.skip_tokenizer_init else Tokenizer.from_gguf(file))
+    return Prepared(facts, resolve(args, facts))
+
+
+def start_core(
+    args: EngineArgs, start: Callable[[EngineConfig], Core], end: Callable[[Core], None]
+) -> tuple[Core, ModelFacts, Tokenizer | None]:
+    """`prepare`, and `start` a core; the tokenizer is built while the core loads its weights.
+
+    If that fails, or Ctrl-C comes meanwhile, the core is ended. Raises as `prepare` and `start` do.
+    """
+    from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.frontend.tokenizer import Tokenizer
+
+    facts, config = prepare(args)
+    with ThreadPoolExecutor(1, "mainspring-start") as thread:
+        starting = thread.submit(start, config)
+        try:
+            tokenizer = None
+            if not args.skip_tokenizer_init:
+                with GGUFFile(facts.path) as file:
+                    tokenizer = Tokenizer.from_gguf(file)
+            return starting.result(), facts, tokenizer
+        except BaseException:
+            if starting.exception() is None:
+                end(starting.result())
+            raise
 
 
 def make_processors(
-    args: EngineArgs, prepared: Prepared, max_model_len: int, clock: Clock = time.monotonic
+    args: EngineArgs,
+    facts: ModelFacts,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    clock: Clock = time.monotonic,
 ) -> tuple[InputProcessor, OutputProcessor]:
     """The two sides of a front end, for a core that serves up to `max_model_len`."""
-    tokenizer = prepared.tokenizer
     inputs = InputProcessor(
-        prepared.facts,
+        facts,
         max_model_len,
         tokenizer,
         max_logprobs=args.max_logprobs,
@@ -121,10 +150,11 @@ class LLMEngine:
         """
         from mainspring.engine.client import EngineCoreClient
 
-        prepared = prepare(args)
-        client = EngineCoreClient.make_client(prepared.config)
-        processors = make_processors(args, prepared, client.max_model_len, clock)
-        return cls(client, *processors, prepared.tokenizer)
+        in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
+        start = partial(EngineCoreClient.make_client, in_process=in_process)
+        client, facts, tokenizer = start_core(args, start, EngineCoreClient.shutdown)
+        processors = make_processors(args, facts, tokenizer, client.max_model_len, clock)
+        return cls(client, *processors, tokenizer)
 
     @property
     def max_model_len(self) -> int:
