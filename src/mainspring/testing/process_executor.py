@@ -112,9 +112,6 @@ class ProcessExecutor:
 
     def call(self, command: Command) -> list[CommandResult]:
         if isinstance(command, CheckHealth) and self._engine is not None and not self._engine.has_work():
-            if self._phase == "idle" and self._deed == "raise":  # as a worker that dies while nobody asks it
-                self._phase = None
-                threading.Thread(target=self._report_failure, daemon=True).start()
             self._reach("idle")
         return self._inner.call(command)
 
@@ -141,6 +138,8 @@ class ProcessExecutor:
         if self._mark is not None:
             Path(self._mark).write_text(str(os.getpid()))
         match self._deed:
+            case "raise" if phase == "idle":  # as a worker that dies while nobody asks it
+                threading.Thread(target=self._report_failure, daemon=True).start()
             case "raise":
                 raise PlannedFailure(f"at {phase}")
             case "sleep":
