@@ -65,10 +65,10 @@ class Bench:
         config = resolve(EngineArgs(**self.settings | settings), self.facts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker, "load_model", self.load)
-            client = EngineCoreClient.make_client(config)
+            client = EngineCoreClient.make_client(config, in_process=True)
         try:
             yield client
-            assert not client.has_work()
+            assert not client._core.has_work()
         finally:
             client.shutdown()
 
@@ -98,7 +98,7 @@ def run(client: EngineCoreClient, requests: Sequence[EngineCoreRequest]) -> list
     said: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         client.add_request(request)
-    while client.has_work():
+    while client._core.has_work():
         for output in client.get_output().outputs:
             assert output.error is None
             said[output.request_id] += output.new_token_ids

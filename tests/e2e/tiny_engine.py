@@ -98,7 +98,7 @@ def text(length: int, seed: int) -> list[int]:
 def make_engine(model: dict = MODEL, **settings) -> LLMEngine:
     args = EngineArgs(**SETTINGS | settings)
     config = resolve(args, replace(FACTS, path=json.dumps(model)))
-    client = EngineCoreClient.make_client(config)
+    client = EngineCoreClient.make_client(config, in_process=True)
     inputs = InputProcessor(FACTS, client.max_model_len, TOKENIZER, max_logprobs=-1, seed=args.seed)
     return LLMEngine(client, inputs, OutputProcessor(TOKENIZER), TOKENIZER)
 
@@ -120,9 +120,9 @@ def tiny_llm(**settings) -> Iterator[LLM]:
 def drain(llm: LLM) -> None:
     """Book the steps that were sent ahead for requests that have ended."""
     for _ in range(4):
-        if llm.llm_engine.client.has_work():
+        if llm.llm_engine.client._core.has_work():
             llm.llm_engine.step()
-    assert not llm.llm_engine.client.has_work()
+    assert not llm.llm_engine.client._core.has_work()
 
 
 def ask(llm: LLM, prompts: Sequence[Sequence[int]], params) -> list[RequestOutput]:

@@ -119,7 +119,7 @@ def test_an_executor_that_is_not_there_is_named(name: str):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_assembled_engine_says_what_the_model_says(depth: int):
     """Through `EngineCoreClient.make_client`, with the executor found by its name."""
-    client = EngineCoreClient.make_client(config(depth=depth))
+    client = EngineCoreClient.make_client(config(depth=depth), in_process=True)
     request = EngineCoreRequest("a", list(range(40)), SamplingParams(temperature=1.0, seed=3, max_tokens=12))
     client.add_request(request)
     said: list[int] = []
@@ -137,7 +137,7 @@ def test_an_assembled_engine_says_what_the_model_says(depth: int):
 
 
 def test_a_client_passes_aborts_and_commands_on():
-    client = EngineCoreClient.make_client(config())
+    client = EngineCoreClient.make_client(config(), in_process=True)
     client.add_request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(seed=1, max_tokens=30)))
     client.get_output()
     assert client.call(GetStats()).num_running == 1
