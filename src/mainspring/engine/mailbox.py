@@ -128,7 +128,7 @@ class ZmqMailbox:
 
     def deliver(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         for delivery in outputs.items():
-            while True:
+            while not self._closing:
                 try:
                     self._output_queue.put(delivery, timeout=POLL_S)
                     break
@@ -153,6 +153,8 @@ class ZmqMailbox:
         self._closing = True
         for thread in self._threads:
             thread.join(10 * POLL_S)
+        for client_index in self._gone:
+            self._outputs[client_index].close(linger=0)  # what is queued for it would be waited for
         for socket in (*self._monitors, self._input, *self._outputs):
             socket.close()
         self._context.term()
