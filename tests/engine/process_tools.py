@@ -189,6 +189,8 @@ def own_place() -> Iterator[Place]:
     tempfile.tempdir = str(place.path)
     try:
         yield place
+        for client in place.clients:
+            client.shutdown()
         place.assert_clean()
     finally:
         tempfile.tempdir = before

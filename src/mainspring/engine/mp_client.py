@@ -125,7 +125,7 @@ class AsyncMPClient:
     @classmethod
     async def join(cls, address: CoreAddress, client_index: int) -> AsyncMPClient:
         """Share a core that another process has started for several front ends."""
-        return cls(JoinedCore(address), client_index)
+        return cls(JoinedCore(address), client_index, owns_process=False)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         await self._send(self._talk.add(request))
@@ -158,6 +158,8 @@ class AsyncMPClient:
         self._end(self._talk.died("the engine was shut down"))
         self._sockets.close(linger_s)
         await asyncio.to_thread(self._context.term)
+        if isinstance(self.process, JoinedCore):
+            self.process.close()
 
     async def _send(self, frames: list[bytes]) -> None:
         await self._sockets.requests.send_multipart(frames)
