@@ -247,3 +247,11 @@ def test_a_timestamped_history_of_every_request():
     [again] = drive.step()
     assert [event.type.name for event in again.events or ()] == ["PREEMPTED", "SCHEDULED"]
     finish(drive)
+
+
+def test_iteration_details_are_a_line_for_each_step(caplog: pytest.LogCaptureFixture):
+    drive = start(CASE, guest("a", [1, 2, 3], params=GREEDY))
+    drive.core._iteration_details = True
+    with caplog.at_level("INFO", logger="mainspring"):
+        drive.step()
+    assert "1 rows, 3 tokens, 1 new" in caplog.text

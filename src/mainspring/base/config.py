@@ -93,6 +93,7 @@ class EngineArgs:
         default=None, metadata={"help": "template or its file, instead of the model's"}
     )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
+    log_iteration_details: bool = field(default=False, metadata={"help": "a log line for each step"})
     in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
     executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
     tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
@@ -160,6 +161,7 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     vocabulary: str | None = None  # the text of a tokenizer.json, for the grammar room
     executor_args: dict[str, Any] = {}  # for executors named as module:Class
+    log_iteration_details: bool = False
     reasons: dict[str, str] = {}  # of automatic choices, for people
 
 
@@ -278,5 +280,6 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
         fit_max_model_len=fit,
         num_gpu_blocks_override=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        log_iteration_details=args.log_iteration_details,
         reasons=reasons,
     )

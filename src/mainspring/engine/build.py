@@ -70,7 +70,13 @@ def build_engine(
         scheduler = Scheduler(
             scheduler_config, kv, clock=clock, vocab_size=config.vocab_size, kv_source=kv_source
         )
-        core = EngineCore(scheduler, executor, depth=config.depth, grammars=grammars)
+        core = EngineCore(
+            scheduler,
+            executor,
+            depth=config.depth,
+            grammars=grammars,
+            log_iteration_details=config.log_iteration_details,
+        )
         undo.pop_all()
     return Built(
         core,

@@ -76,6 +76,7 @@ class EngineCore:
         *,
         depth: int = 1,
         grammars: GrammarCompiler | None = None,
+        log_iteration_details: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.scheduler = scheduler
@@ -83,6 +84,7 @@ class EngineCore:
         self.depth = depth
         self.aborts_queue: SimpleQueue[list[str]] = SimpleQueue()
         self._grammars = grammars
+        self._iteration_details = log_iteration_details
         self._compiling: dict[str, Future[Grammar]] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._when_idle: list[tuple[Future[bool], bool, Callable[[], None]]] = []
@@ -229,12 +231,15 @@ class EngineCore:
         if not self._in_flight:
             return self._ran_nothing()
         step = self._in_flight[0]
+        started_s = time.monotonic()
         result = step.result()
         self.process_aborts_queue()
         outputs = self.scheduler.update_from_output(step.plan, result)
         self._in_flight.popleft()
         if self._in_flight and self._in_flight[-1].waits_for_mask:
             self._send_sampling(self._in_flight[-1])
+        if self._iteration_details:
+            self._log_iteration_details(step.plan, started_s)
         if step.plan.num_tokens == 0:
             self._sleep(YIELD_S)
         return outputs
@@ -298,8 +303,24 @@ class EngineCore:
 
     def _die(self, error: Exception) -> EngineDeadError:
         self._dead = f"the engine core has ended: {innermost(error)}"
-        logger.error("%s; in flight: %s", self._dead, [_describe(step.plan) for step in self._in_flight])
+        self.log_error_detail()
         return EngineDeadError(self._dead)
+
+    def log_error_detail(self) -> None:
+        """What was in flight when the core ended: in numbers, without a client's text."""
+        stats = self.scheduler.stats()
+        logger.error(
+            "%s; in flight: %s; %d running, %d waiting, %d parked, %.0f %% of the blocks held",
+            self._dead,
+            [_describe(step.plan) for step in self._in_flight],
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_parked,
+            100 * stats.kv_cache_usage,
+        )
+
+    def _log_iteration_details(self, plan: SchedulerOutput, started_s: float) -> None:
+        logger.info("%s, booked after %.1f ms", _describe(plan), 1000 * (time.monotonic() - started_s))
 
     def check(self) -> None:
         """Assert what must hold between two steps. For tests."""
