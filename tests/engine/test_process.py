@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 BLOWS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP", "exception")
 FOR_EVER_S = 600.0
-NAP_S = 0.3
+NAP_S = 0.4
 STEP_S = 0.004
 
 
@@ -106,10 +106,11 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
-def plan(place: Place, phase: str, blow: str, **deed: Any) -> dict[str, Any]:
-    """Executor arguments that mark the phase, and strike from inside where the blow is an exception."""
-    told: dict[str, Any] = {"phase": phase, "mark": place.mark, "step_s": STEP_S}
-    return told | ({"deed": "raise"} if blow == "exception" else deed)
+def plan(place: Place, phase: str, blow: str) -> dict[str, Any]:
+    """Executor arguments that mark the phase and hold it, so that the blow falls within; they strike from
+    inside where the blow is an exception."""
+    deed = "raise" if blow == "exception" else "nothing" if phase == "idle" else "sleep"
+    return {"phase": phase, "mark": place.mark, "step_s": STEP_S, "deed": deed, "nap_s": NAP_S}
 
 
 def assert_dead(client: SyncMPClient, since_s: float) -> None:
@@ -144,7 +145,7 @@ def is_refused(client: SyncMPClient) -> str:
 @pytest.mark.parametrize("phase", ["start-up", "loading"])
 def test_a_core_struck_before_it_serves(place: Place, phase: str, blow: str):
     """Case B005: the error names the process, how it ended and why."""
-    config = fake_config(**plan(place, phase, blow, deed="sleep", nap_s=NAP_S))
+    config = fake_config(**plan(place, phase, blow))
     launching = in_thread(lambda: place.client(config))
     if phase == "loading" or blow == "exception":
         pid = place.wait_for_mark()
@@ -235,7 +236,7 @@ def strike_while_it_serves(place: Place, client: SyncMPClient, journal: Journal,
 @pytest.mark.parametrize("blow", BLOWS)
 def test_a_core_struck_while_it_ends(place: Place, blow: str):
     """Case B029: a second signal is harmless, and whatever comes, `shutdown` comes to an end."""
-    client = place.client(fake_config(**plan(place, "shutdown", blow, deed="sleep", nap_s=NAP_S)))
+    client = place.client(fake_config(**plan(place, "shutdown", blow)))
     client.add_request(request("a", 200))
     client.get_output()
     closing = in_thread(client.shutdown)
@@ -294,7 +295,7 @@ STATUS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "SIGINT": -sig
 @pytest.mark.parametrize("phase", ["start-up", "loading", "idle", "prefill", "decode", "shutdown"])
 def test_a_front_end_is_struck(place: Place, phase: str, blow: str):
     """Cases B007 and B028: its core ends with it, also in the middle of loading or of a long step."""
-    hangs = blow in ("SIGKILL", "SIGTERM")
+    hangs = blow == "SIGKILL"
     deed: dict[str, Any] = {"deed": "sleep", "nap_s": FOR_EVER_S if hangs else NAP_S}
     config = fake_config(phase=phase, mark=place.mark, step_s=STEP_S, **deed)
     messages = [request("a", 30, 30), request("b", 20)]
@@ -338,7 +339,7 @@ def strike_front_end(place: Place, front: FrontEnd, phase: str, blow: str) -> No
 )
 def test_a_front_end_with_the_real_model_is_struck(place: Place, real, phase: str, blow: str):
     config, message, tokens = real
-    config = with_real_model(config, phase=phase, mark=place.mark, step_s=STEP_S)
+    config = with_real_model(config, phase=phase, mark=place.mark, deed="sleep", nap_s=NAP_S)
     front = FrontEnd(place, config, message)
     strike_front_end(place, front, phase, blow)
     said = front.tokens("real")
