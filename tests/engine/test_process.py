@@ -41,7 +41,7 @@ from mainspring.base.config import EngineArgs, EngineConfig
 from mainspring.base.errors import ConfigError, EngineDeadError
 from mainspring.base.messages import CheckHealth, EngineCoreRequest, FinishReason, GetStats, SchedulerStats
 from mainspring.base.params import SamplingParams
-from mainspring.engine import launch
+from mainspring.engine import launch, mailbox
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import InprocClient
 from mainspring.engine.conversation import CommandFailed
@@ -250,6 +250,28 @@ def test_a_core_struck_while_it_ends(place: Place, blow: str):
     closing.result(PATIENCE_S)
     status = {"SIGKILL": -signal.SIGKILL, "exception": 1}.get(blow, 0)
     assert client.process.process.returncode == status
+
+
+def test_a_core_whose_front_end_does_not_read_can_be_told_to_end(place: Place):
+    """Case B031: it waits in the middle of a step for room, and nobody makes any."""
+    client = place.client(fake_config(settings={"max_num_seqs": 1}))
+    for i in range(20):
+        client.add_request(request(f"r{i}", 200))
+    pid = client.process.pid
+
+    def waits() -> bool:
+        before_s = cpu_time_s(pid)
+        time.sleep(0.2)
+        return before_s > 0.3 and cpu_time_s(pid) - before_s < 0.05
+
+    wait_until(waits, what="that it waits for room")
+    os.kill(pid, signal.SIGTERM)
+    assert client.process.process.wait(2 * DEATH_BOUND_S + mailbox.SEND_LINGER_S) == 0
+
+
+def cpu_time_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_core_that_stays_stopped_is_ended_by_force(place: Place, monkeypatch):

@@ -254,6 +254,14 @@ def test_a_client_that_does_not_read_does_not_keep_the_death_from_others(office:
     filling.result(PATIENCE_S)
 
 
+def test_at_the_end_who_does_not_read_holds_nobody(office: PostOffice):
+    """The loop is let go on, to its own end."""
+    filling = in_thread(lambda: [office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
+    wait_until(office.mailbox._output_queue.full, what="that the queue is full")
+    office.mailbox.hurry()
+    filling.result(DEATH_BOUND_S)
+
+
 def test_death_is_told_behind_everything_that_was_said(office: PostOffice):
     for i in range(50):
         office.mailbox.deliver({0: news(str(i))})

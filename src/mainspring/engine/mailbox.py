@@ -137,8 +137,12 @@ class ZmqMailbox:
         if outputs:
             time.sleep(0)  # else the output thread waits a whole switch interval for the interpreter
 
-    def announce_death(self, cause: str) -> None:
+    def hurry(self) -> None:
+        """From now on who does not read is not waited for. From any thread."""
         self._ending = True
+
+    def announce_death(self, cause: str) -> None:
+        self.hurry()
         try:
             self._output_queue.put(cause.encode(), timeout=SEND_LINGER_S)
         except queue.Full:
@@ -146,7 +150,7 @@ class ZmqMailbox:
 
     def close(self) -> None:
         """Send what is queued, for a bounded time, and let the sockets go."""
-        self._ending = True
+        self.hurry()
         with contextlib.suppress(queue.Full):  # nobody reads, and nobody will
             self._output_queue.put(None, timeout=SEND_LINGER_S)
         self._threads[1].join(SEND_LINGER_S)

@@ -229,7 +229,10 @@ class Lifeline:
         """None if the parent has died before it said all."""
         size = int.from_bytes(self._pipe.read(4), "little")
         body = self._pipe.read(size)
-        return msgspec.msgpack.decode(body, type=LaunchConfig) if size and len(body) == size else None
+        if not size or len(body) < size:
+            self._closed.set()
+            return None
+        return msgspec.msgpack.decode(body, type=LaunchConfig)
 
     def is_cut(self) -> bool:
         return self._closed.is_set() or os.getppid() != self._parent
@@ -264,13 +267,15 @@ def run_engine_core(
         if proc is not None and mailbox is not None:
             proc.request_shutdown()
             mailbox.post(RequestType.WAKEUP)
+            time.sleep(config.shutdown_timeout_s)
+            mailbox.hurry()  # the loop may be waiting for a client that does not read
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # The queue's lock may be held by the thread that was interrupted: the item is put by another.
         threading.Thread(target=ask_to_end, daemon=True).start()
 
     def end_as_orphan() -> None:
-        ask_to_end()
+        threading.Thread(target=ask_to_end, daemon=True).start()
         time.sleep(ORPHAN_GRACE_S)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)  # the loop is in a step that does not end; nobody is left to wait for it
@@ -343,7 +348,6 @@ def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
     tell(Hello(HANDSHAKE_VERSION, os.getpid()))
     config = lifeline.read_config()
     if config is None:
-        shutil.rmtree(directory, ignore_errors=True)
         return 1
     set_up_logging(config.log_level)
     try:
