@@ -176,6 +176,12 @@ def test_a_core_struck_before_it_serves(place: Place, phase: str, blow: str):
     assert any(end in str(caught.value) for end in ends[blow]), str(caught.value)
 
 
+def test_a_core_that_kills_itself_while_loading(place: Place):
+    """Case B005: within seconds, with the pid and the signal."""
+    with pytest.raises(EngineDeadError, match=r"\(pid \d+\) was killed by SIGKILL while it was starting"):
+        place.client(fake_config(phase="loading", deed="kill"))
+
+
 @pytest.mark.parametrize("blow", BLOWS)
 @pytest.mark.parametrize("phase", ["idle", "prefill", "decode"])
 def test_a_core_struck_while_it_serves(place: Place, phase: str, blow: str):

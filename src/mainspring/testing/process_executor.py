@@ -45,7 +45,7 @@ from mainspring.executor.base import make_executor
 from mainspring.testing.fake_executor import FakeExecutor, make_fake
 
 Phase = Literal["start-up", "loading", "idle", "prefill", "decode", "shutdown"]
-Deed = Literal["nothing", "raise", "sleep", "kill", "stop"]
+Deed = Literal["nothing", "raise", "sleep", "kill"]
 
 DECODES_BEFORE = 3  # steps without a new request, before a deed "decode"
 
@@ -146,8 +146,6 @@ class ProcessExecutor:
                 time.sleep(self._nap_s)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _checked(
