@@ -17,7 +17,6 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +40,8 @@ MAX_QUEUED_OUTPUTS = 64  # steps that nobody has read: then the loop waits
 SEND_LINGER_S = 4.0  # what was said last is given this long to leave
 LAST_WORD_S = 0.5  # at the end, a client that takes nothing for so long is not waited for
 POLL_S = 0.1
+HANDOVER_S = 0.001  # after a step, at most, for the output thread to take what there is
+RECONNECT_MS, MAX_RECONNECT_MS = 1, 100  # a front end binds its end just after it heard READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,9 @@ class ZmqMailbox:
         self._monitors = []
         for socket, address in zip(self._outputs, output_addresses, strict=True):
             socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_OUTPUTS)
+            socket.setsockopt(zmq.SNDTIMEO, int(POLL_S * 1000))
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
             socket.setsockopt(zmq.LINGER, int(SEND_LINGER_S * 1000))
             self._monitors.append(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
             socket.connect(address)
@@ -135,7 +139,15 @@ class ZmqMailbox:
                 except queue.Full:
                     self._process_aborts()
         if outputs:
-            time.sleep(0)  # else the output thread waits a whole switch interval for the interpreter
+            self._make_way()
+
+    def _make_way(self) -> None:
+        """Wait until the output thread has taken what was put. Without it, where the loop keeps the
+        interpreter, the thread gets that only after a whole switch interval, and falls ever further behind.
+        """
+        taken = self._output_queue.all_tasks_done
+        with taken:
+            taken.wait_for(lambda: not self._output_queue.unfinished_tasks, HANDOVER_S)
 
     def hurry(self) -> None:
         """From now on who does not read is not waited for. From any thread."""
@@ -224,6 +236,7 @@ class ZmqMailbox:
     def _run_output(self) -> None:
         codec = Codec()
         while (item := self._output_queue.get()) is not None:
+            self._output_queue.task_done()
             if isinstance(item, bytes):
                 for client_index in range(len(self._outputs)):
                     self._send(client_index, [ENGINE_CORE_DEAD, item])
@@ -235,8 +248,11 @@ class ZmqMailbox:
         socket = self._outputs[client_index]
         patience_s = LAST_WORD_S
         while client_index not in self._gone and not self._closing:
-            if socket.poll(int(POLL_S * 1000), zmq.POLLOUT):
+            try:
+                # Not polled first: with each call the loop takes the interpreter, perhaps for long.
                 socket.send_multipart(frames)
                 return
+            except zmq.Again:
+                pass
             if self._ending and (patience_s := patience_s - POLL_S) <= 0:
                 self._gone.add(client_index)

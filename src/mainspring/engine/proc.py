@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -286,6 +287,8 @@ def run_engine_core(
 
     built = build_engine(config.engine)
     engine = built.core
+    gc.collect()
+    gc.freeze()  # what lives as long as the engine is passed over: a full collection is a pause of the loop
     try:
         if was_asked_to_end.is_set():
             raise EngineDeadError(TOLD_TO_END_TEXT)
