@@ -46,13 +46,21 @@ def run(argv: list[str]) -> int:
 
 
 def _scheduler(argv: list[str]) -> int:
-    parser = Parser("bench scheduler", f"Measure {BENCHES['scheduler']}.", ("", "--json"), argv)
+    examples = ("", "--process", "--json")
+    parser = Parser("bench scheduler", f"Measure {BENCHES['scheduler']}.", examples, argv)
+    parser.add_argument_group("the measurement").add_argument(
+        "--process",
+        action="store_true",
+        default=False,
+        help="instead: what it costs that the core has a process of its own",
+    )
     add_common_flags(parser)
     given = parser.read(argv)
-    from mainspring.bench import scheduler
+    from mainspring.bench import process, scheduler
 
-    figures = scheduler.measure()
-    _show(scheduler.table(figures), figures, given.json)
+    bench = process if given.process else scheduler
+    figures = bench.measure()
+    _show(bench.table(figures), figures, given.json)
     return 0
 
 
