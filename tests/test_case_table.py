@@ -10,7 +10,6 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 TABLE = (TESTS / "CASES.md").read_text()
 AWAITED = {
-    "The engine in its own process",
     "The OpenAI-compatible server, structured outputs and metrics",
     "Every file, every family, and the whole command line",
     "Many workers",
