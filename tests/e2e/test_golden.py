@@ -7,16 +7,24 @@ may win, and the comparison of that continuation ends there.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from mainspring import LLM, RequestOutput, SamplingParams
+from mainspring import LLM, AsyncLLM, RequestOutput, SamplingParams
+from mainspring.base.config import EngineArgs
+from mainspring.base.params import RequestOutputKind
+from mainspring.engine.client import InprocClient
+from mainspring.frontend.llm_engine import LLMEngine
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_135m_greedy.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["chat"] + GOLDEN["raw"]
@@ -36,18 +44,21 @@ class Setting:
     cache: str  # cold, warm or off
     together: bool  # all prompts in one batch, or one after the other
     scarce: bool  # a pool so small that requests are preempted
+    client: str = "in process"  # or, of a core in a process of its own: sync, async
+    depth: int = 1  # steps in flight
 
     def __str__(self) -> str:
         return (
             f"block{self.block_size}-budget{self.max_num_batched_tokens}-{self.cache}-"
-            f"{'together' if self.together else 'alone'}-{'scarce' if self.scarce else 'roomy'}"
+            f"{'together' if self.together else 'alone'}-{'scarce' if self.scarce else 'roomy'}-"
+            f"{self.client.replace(' ', '')}-depth{self.depth}"
         )
 
-    def make(self, model: Path, max_model_len: int) -> LLM:
+    def engine_args(self, model: Path, max_model_len: int) -> EngineArgs:
         """A roomy pool holds 2,048 tokens; a scarce one just one sequence of `max_model_len`."""
         tokens = max_model_len if self.scarce else 2048
-        return LLM(
-            str(model),
+        return EngineArgs(
+            model=str(model),
             kernels="numpy",
             max_model_len=max_model_len,
             block_size=self.block_size,
@@ -55,14 +66,62 @@ class Setting:
             enable_prefix_caching=self.cache != "off",
             num_gpu_blocks_override=1 + -(-tokens // self.block_size),
             max_logprobs=5,
+            in_process=self.client == "in process",
+            async_scheduling=self.depth == 2,
         )
 
 
+class Engine(NamedTuple):
+    """The same for every client."""
+
+    generate: Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
+    num_preemptions: Callable[[], int]
+
+
+@contextmanager
+def running(setting: Setting, model: Path, max_model_len: int) -> Iterator[Engine]:
+    args = setting.engine_args(model, max_model_len)
+    if setting.client == "async":
+        with asyncio.Runner() as runner:
+            async_llm = AsyncLLM.from_engine_args(args)
+            try:
+                yield Engine(
+                    lambda prompts, params: runner.run(all_answers(async_llm, prompts, params)),
+                    lambda: runner.run(async_llm.get_stats()).num_preemptions,
+                )
+            finally:
+                runner.run(async_llm.shutdown())
+    else:
+        with LLM.from_engine(LLMEngine.from_engine_args(args)) as llm:
+            assert isinstance(llm.llm_engine.client, InprocClient) == (setting.client == "in process")
+            yield Engine(
+                lambda prompts, params: llm.generate(prompts, params, use_tqdm=False),
+                lambda: llm.get_stats().num_preemptions,
+            )
+
+
+async def all_answers(
+    llm: AsyncLLM, prompts: list[dict[str, Any]], params: SamplingParams
+) -> list[RequestOutput]:
+    """All at once, each of them whole."""
+    whole = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def answer(number: int, prompt: dict[str, Any]) -> RequestOutput:
+        (output,) = [output async for output in llm.generate(prompt, whole, str(number))]
+        return output
+
+    return await asyncio.gather(*(answer(i, prompt) for i, prompt in enumerate(prompts)))
+
+
 COVERING = [
-    Setting(16, 2048, "cold", together=True, scarce=False),
-    Setting(32, 16, "warm", together=True, scarce=False),
-    Setting(16, 16, "off", together=True, scarce=True),
-    Setting(32, 2048, "warm", together=False, scarce=True),
+    Setting(16, 2048, "cold", together=True, scarce=False, client="sync", depth=1),
+    Setting(32, 16, "warm", together=True, scarce=False, client="async", depth=2),
+    Setting(16, 16, "off", together=True, scarce=True, client="in process", depth=2),
+    Setting(32, 2048, "warm", together=False, scarce=True, client="async", depth=1),
+]
+COVERING_TEXTS = [
+    Setting(16, 2048, "cold", together=True, scarce=False, client="sync", depth=2),
+    Setting(32, 16, "warm", together=True, scarce=False, client="in process", depth=1),
 ]
 PRODUCT = [
     Setting(*values)
@@ -70,17 +129,21 @@ PRODUCT = [
         (16, 32), (16, 2048), ("cold", "warm", "off"), (True, False), (False, True)
     )
 ]
+EVERY_CLIENT = [
+    Setting(16, 16, "warm", together=True, scarce=True, client=client, depth=depth)
+    for client, depth in itertools.product(("in process", "sync", "async"), (1, 2))
+]
 
 
-def generate(setting: Setting, llm: LLM) -> list[RequestOutput]:
+def generate(setting: Setting, engine: Engine) -> list[RequestOutput]:
     params = SamplingParams(temperature=0, max_tokens=48, logprobs=5, stop_token_ids=[2])
     prompts = [{"prompt_token_ids": case["prompt_ids"]} for case in CASES]
     rounds = 2 if setting.cache == "warm" else 1
     for _ in range(rounds):
         if setting.together:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = engine.generate(prompts, params)
         else:
-            outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+            outputs = [engine.generate([prompt], params)[0] for prompt in prompts]
     return outputs
 
 
@@ -111,10 +174,10 @@ def check_continuations(setting: Setting, outputs: list[RequestOutput]) -> None:
         )
 
 
-def check_perplexity(llm: LLM) -> float:
+def check_perplexity(engine: Engine) -> float:
     """Returns how far the mean negative log-likelihood is from the golden one."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate([{"prompt_token_ids": PERPLEXITY["ids"]}], params, use_tqdm=False)
+    (output,) = engine.generate([{"prompt_token_ids": PERPLEXITY["ids"]}], params)
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     nll = [
@@ -130,18 +193,18 @@ def check_perplexity(llm: LLM) -> float:
 
 def continuations(setting: Setting, model: Path) -> int:
     """Returns how many requests were preempted."""
-    with setting.make(model, LONGEST_CONTINUATION) as llm:
-        check_continuations(setting, generate(setting, llm))
-        num_preemptions = llm.get_stats().num_preemptions
+    with running(setting, model, LONGEST_CONTINUATION) as engine:
+        check_continuations(setting, generate(setting, engine))
+        num_preemptions = engine.num_preemptions()
     assert num_preemptions or not (setting.scarce and setting.together), "the pool was meant to be too small"
     return num_preemptions
 
 
 def perplexity(setting: Setting, model: Path) -> float:
     """Returns how far the mean negative log-likelihood is off."""
-    with setting.make(model, len(PERPLEXITY["ids"]) + 1) as llm:
+    with running(setting, model, len(PERPLEXITY["ids"]) + 1) as engine:
         rounds = 2 if setting.cache == "warm" else 1
-        return max(check_perplexity(llm) for _ in range(rounds))
+        return max(check_perplexity(engine) for _ in range(rounds))
 
 
 @pytest.mark.parametrize("setting", COVERING, ids=str)
@@ -149,14 +212,14 @@ def test_continuations(setting: Setting, smollm2: Path) -> None:
     continuations(setting, smollm2)
 
 
-@pytest.mark.parametrize("setting", COVERING[:2], ids=str)
+@pytest.mark.parametrize("setting", COVERING_TEXTS, ids=str)
 def test_perplexity(setting: Setting, smollm2: Path) -> None:
     perplexity(setting, smollm2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("setting", PRODUCT, ids=str)
+@pytest.mark.parametrize("setting", PRODUCT + EVERY_CLIENT, ids=str)
 def test_every_setting(setting: Setting, smollm2: Path) -> None:
     num_preemptions = continuations(setting, smollm2)
     print(f"{setting}: {num_preemptions} preemptions, nll off by {perplexity(setting, smollm2):.1e}")
