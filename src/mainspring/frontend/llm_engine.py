@@ -174,6 +174,11 @@ class LLMEngine:
         stats: SchedulerStats = self.client.call(GetStats())
         return stats
 
+    @property
+    def is_alive(self) -> bool:
+        """Neither shut down nor dead."""
+        return self._cause_of_death is None
+
     def shutdown(self) -> None:
         """Idempotent."""
         self._output_processor.forget_all()
