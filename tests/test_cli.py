@@ -239,7 +239,7 @@ def test_doctor(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     found = json.loads(capsys.readouterr().out)
     assert found["kernels"].startswith(("numpy", "native"))
     assert found["model"].startswith("smollm2-135m: fits (0.50 GiB")
-    monkeypatch.setattr("mainspring.models.weights.free_memory_bytes", lambda: 2**28)
+    monkeypatch.setattr("mainspring.cli.doctor.free_memory_bytes", lambda: 2**28)
     assert main(["doctor", "--model", str(smollm2)]) == 0
     assert f"{smollm2}: slow, for its weights are dequantised again" in capsys.readouterr().out
     assert main(["doctor", "--model", "./nowhere.gguf"]) == 0

@@ -30,7 +30,7 @@ AT_THE_EDGE = {
     "temperature": (0, -0.0, 1e9),
     "top_p": (1e-9, 1),
     "min_p": (0, -0.0, 1),
-    "repetition_penalty": (1e-9, 1e9),
+    "repetition_penalty": (1e-3, 1e3),
     "frequency_penalty": (-2, 2, -0.0),
     "presence_penalty": (-2, 2, -0.0),
 }

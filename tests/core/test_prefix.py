@@ -81,3 +81,10 @@ def test_no_two_of_a_hundred_thousand_prompts_collide():
 def test_names_are_the_same_in_every_process():
     """Peers and disks speak of the same blocks, so a name depends on nothing but its tokens and keepers."""
     assert hashes_of([1, 2, 3, 4])[0].hex()[:16] == "cbab0f472816b565"
+
+
+def test_no_text_of_a_client_ends_the_core():
+    """Intake refuses half a surrogate pair; should one come through, it is hashed like any text."""
+    request = EngineCoreRequest("a", [1], SamplingParams(), cache_salt="\ud800")
+    other = EngineCoreRequest("b", [1], SamplingParams(), cache_salt="\ud801")
+    assert prefix.root_hash(request) != prefix.root_hash(other)

@@ -183,6 +183,10 @@ def test_executors_are_found_by_name(model):
         ("no.such.module:X", "cannot be imported"),
         ("mainspring.executor.uniproc:Nobody", "cannot be imported"),
         (":", "is unknown"),
+        (".here:X", "cannot be imported"),
+        ("os:path", "'os:path' cannot be called with a configuration .* name a class of executors"),
+        ("os:getcwd", "cannot be called with a configuration"),
+        ("builtins:repr", "is none: it lacks get_kv_cache_specs, determine_available_memory, "),
     ],
 )
 def test_executors_that_do_not_exist_are_refused(name, error):

@@ -347,3 +347,25 @@ def test_what_is_accepted_can_be_served(ids, min_tokens, max_tokens):
     assert all(0 <= i < V for i in request.prompt_token_ids)
     assert 1 <= params.max_tokens <= LIMIT - len(ids)
     assert params.min_tokens <= params.max_tokens
+
+
+def test_text_that_cannot_be_sent_is_refused_by_name():
+    """Case B146, its kind: half a surrogate pair must be seen at intake, where only its sender is hurt."""
+    assert "U+D800" in refused("cache_salt", cache_salt="a\ud800")
+    with pytest.raises(RequestError, match="request_id"):
+        make().process("r\udfff", "hello", SamplingParams())
+    with pytest.raises(RequestError, match="request_id"):
+        make().process(5, "hello", SamplingParams())
+
+
+def test_integers_of_other_libraries_are_integers():
+    np = pytest.importorskip("numpy")
+    ids = request_of([np.int64(4), 5]).prompt_token_ids
+    assert ids == [4, 5]
+    assert {type(i) for i in ids} == {int}
+    assert "True" in refused("prompt_token_ids", [True, 5])
+    assert "1.0" in refused("prompt_token_ids", [np.float64(1.0)])
+
+
+def test_what_is_shown_of_a_wrong_value_is_short():
+    assert len(refused("prompt", {"k" * 100_000: 1})) < 300

@@ -335,3 +335,41 @@ def test_without_a_tokenizer():
 def test_unknown_engine_argument():
     with pytest.raises(ConfigError, match="max_modellen; did you mean max_model_len"):
         LLM("smollm2-135m", max_modellen=5)
+
+
+def test_shutdown_during_a_stream_is_the_end_of_the_engine():
+    llm, _ = make()
+    stream = llm.generate_stream("hello")
+    next(stream)
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        for _ in stream:
+            pass
+
+
+def test_a_refusal_says_which_prompt_it_is_about():
+    llm, client = make()
+    with pytest.raises(RequestError, match="prompt 1 of 3: prompt is empty"):
+        llm.generate(["hello", "", "hello"], use_tqdm=False)
+    assert_idle(llm, client)
+
+
+def test_a_bar_of_ones_own_needs_no_more_than_tqdms_methods():
+    class Bar:
+        def __init__(self, **options) -> None: ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error) -> None: ...
+        def update(self, n: int) -> None: ...
+        def set_postfix_str(self, text: str, refresh: bool = True) -> None: ...
+
+    llm, _ = make()
+    assert len(llm.generate(["hello", "hello"], use_tqdm=Bar)) == 2
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "a"}, "hello", 5])
+def test_messages_are_a_list(messages):
+    llm, _ = make()
+    with pytest.raises(RequestError, match="messages must be a list"):
+        llm.chat(messages)

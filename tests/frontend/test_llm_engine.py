@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from frontend_toys import ScriptedClient, make_engine, run
 
+from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineDeadError, RequestError
 from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.frontend.llm_engine import LLMEngine
 
 
 def echo(request):
@@ -120,3 +124,49 @@ def test_defaults_and_counts():
         assert engine.reset_prefix_cache() is True
     assert client.is_shut_down
     assert not engine.has_unfinished_requests()
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": [0, 1],
+}
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_random_weights_from_a_config_alone(tmp_path, in_process):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    said = []
+    for model in (str(file), json.dumps(CONFIG)):
+        args = EngineArgs(model=model, load_format="dummy", skip_tokenizer_init=True, in_process=in_process)
+        with LLMEngine.from_engine_args(args) as engine:
+            engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+            while engine.has_unfinished_requests():
+                last = engine.step()
+            said.append(last[0].outputs[0].token_ids)
+    assert said[0] == said[1]
+    assert len(said[0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({}, {}, "a config has no tokenizer"),
+        ({"vocab_size": None}, {"skip_tokenizer_init": True}, "vocab_size is None"),
+        ({"model_type": "other"}, {"skip_tokenizer_init": True}, "other"),
+    ],
+)
+def test_a_config_that_will_not_do(change, settings, message):
+    args = EngineArgs(model=json.dumps(CONFIG | change), load_format="dummy", in_process=True, **settings)
+    with pytest.raises(ValueError, match=message):
+        LLMEngine.from_engine_args(args)

@@ -10,8 +10,12 @@ setting.
 from __future__ import annotations
 
 import math
+import os
+import reprlib
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +27,90 @@ NOT_YET = {
     "tensor_parallel_size": "Many workers",
     "pipeline_parallel_size": "Many workers",
     "data_parallel_size": "Many workers",
+}
+# What users of vLLM may pass and no field here answers to: the words after its name.
+VLLM_ARGUMENTS = {
+    **dict.fromkeys(
+        (
+            "code_revision",
+            "config_format",
+            "convert",
+            "cpu_offload_gb",
+            "device",
+            "disable_sliding_window",
+            "distributed_executor_backend",
+            "enable_expert_parallel",
+            "enable_lora",
+            "enable_prompt_embeds",
+            "enable_sleep_mode",
+            "generation_config",
+            "guided_decoding_backend",
+            "hf_config_path",
+            "hf_overrides",
+            "hf_token",
+            "kv_cache_dtype",
+            "kv_events_config",
+            "kv_transfer_config",
+            "limit_mm_per_prompt",
+            "logits_processors",
+            "logprobs_mode",
+            "lora_dtype",
+            "max_lora_rank",
+            "max_loras",
+            "mm_processor_kwargs",
+            "model_loader_extra_config",
+            "override_generation_config",
+            "reasoning_parser",
+            "revision",
+            "rope_scaling",
+            "rope_theta",
+            "runner",
+            "scheduler_cls",
+            "speculative_config",
+            "structured_outputs_config",
+            "task",
+            "worker_cls",
+            "worker_extension_cls",
+        ),
+        "is not supported yet; leave it out",
+    ),
+    **dict.fromkeys(
+        (
+            "compilation_config",
+            "disable_async_output_proc",
+            "disable_cascade_attn",
+            "disable_custom_all_reduce",
+            "max_context_len_to_capture",
+            "max_parallel_loading_workers",
+            "max_seq_len_to_capture",
+            "num_lookahead_slots",
+            "prefix_caching_hash_algo",
+            "ray_workers_use_nsight",
+            "swap_space",
+            "use_v2_block_manager",
+        ),
+        "has no effect here; leave it out",
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_mode", "tokenizer_revision"),
+        "is not supported yet: the model's file brings its own; leave it out",
+    ),
+    "quantization": "is not supported yet: weights are as the model's file has them; leave it out",
+    "download_dir": "is not supported yet; set the environment's MAINSPRING_CACHE",
+}
+# Beyond these no machine goes; what fits this one is found when the memory is measured.
+MOST = {
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 20,
+    "num_gpu_blocks_override": 1 << 20,
+    "kv_cache_memory_bytes": 1 << 44,
+}
+TYPE_WORDS: dict[object, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "None",
 }
 
 
@@ -45,7 +133,7 @@ class EngineArgs:
         default=None, metadata={"help": "threads of the kernels; default: all cores allowed"}
     )
     seed: int = field(default=0, metadata={"help": "where seeds of requests without one are drawn from"})
-    max_model_len: int | None = field(
+    max_model_len: int | Literal["auto"] | None = field(
         default=None,
         metadata={"help": "longest prompt + output; default: the model's; -1 or auto: what fits in memory"},
     )
@@ -103,17 +191,31 @@ class EngineArgs:
     enforce_eager: bool = field(default=False, metadata={"help": "no effect here"})
     disable_log_stats: bool = field(default=True, metadata={"help": "do not fill RequestOutput.metrics"})
 
+    def __post_init__(self) -> None:
+        """The model alone is judged here: it is opened before `resolve` can judge the rest."""
+        if isinstance(self.model, os.PathLike):
+            self.model = os.fspath(self.model)
+        if not isinstance(self.model, str):
+            raise ConfigError(_wrong_type("model", self.model, str))
+
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> EngineArgs:
-        """As keyword arguments, but an unknown name is a `ConfigError` that suggests the nearest."""
+        """As keyword arguments, but unknown names are a `ConfigError`, each with the way out."""
         import difflib
 
         known = {f.name for f in fields(cls)}
+        wrong = []
         for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"unknown engine argument {name}{hint}")
+            if name in known:
+                continue
+            if name in VLLM_ARGUMENTS:
+                wrong.append(f"{name} {VLLM_ARGUMENTS[name]}")
+                continue
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            wrong.append(f"unknown engine argument {name}{hint}")
+        if wrong:
+            raise ConfigError("\n".join(wrong))
         return cls(**given)
 
 
@@ -165,13 +267,61 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reasons: dict[str, str] = {}  # of automatic choices, for people
 
 
-def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
-    """Decide everything that can be decided before measuring.
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _kinds(annotation: object) -> tuple[object, ...]:
+    """The members of a union, or the one type that it is."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _is_of(value: object, kind: object) -> bool:
+    """Whether `value` is of one type of a setting. True is no number here, and a whole number is a float."""
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str) and value in typing.get_args(kind)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else typing.cast(type, kind))
+
+
+def _wrong_type(name: str, value: object, annotation: object) -> str:
+    shown = " ".join(reprlib.repr(value).split())
+    *kinds, last = _kinds(annotation)
+    if typing.get_origin(last) is Literal:  # alone: a misspelt choice is of the right type
+        return f"{name} {shown} must be one of {', '.join(typing.get_args(last))}"
+    words = [TYPE_WORDS.get(kind) or ", ".join(typing.get_args(kind)) for kind in [*kinds, last]]
+    expected = " or ".join([", ".join(words[:-1]), words[-1]] if kinds else words)
+    return f"{name} {shown} must be {expected}, not {type(value).__name__}"
+
+
+def _judge_types(args: EngineArgs, wrong: list[str]) -> EngineArgs:
+    """A line for each setting of a wrong type; the arguments with defaults in their place, so that the
+    others can be judged too."""
+    mended: dict[str, Any] = {}
+    hints = typing.get_type_hints(EngineArgs)
+    for setting in fields(args):
+        value, annotation = getattr(args, setting.name), hints[setting.name]
+        if not any(_is_of(value, kind) for kind in _kinds(annotation)):
+            wrong.append(_wrong_type(setting.name, value, annotation))
+            mended[setting.name] = setting.default
+    return replace(args, **mended)
+
+
+def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) -> EngineConfig:
+    """Decide everything that can be decided before measuring. `num_cpus`: cores that the kernels may use;
+    None: those of this process.
 
     Raises `ConfigError` with a line for each thing that is wrong.
     """
     wrong: list[str] = []
     reasons: dict[str, str] = {}
+    args = _judge_types(args, wrong)
 
     def require(right: bool, message: str) -> None:
         if not right:
@@ -188,17 +338,18 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
     )
 
     max_positions = model.max_position_embeddings
-    fit = args.max_model_len == AUTO_MAX_MODEL_LEN
-    max_model_len = max_positions if args.max_model_len is None or fit else args.max_model_len
-    if args.max_model_len is None:
+    asked_len = AUTO_MAX_MODEL_LEN if args.max_model_len == "auto" else args.max_model_len
+    fit = asked_len == AUTO_MAX_MODEL_LEN
+    max_model_len = max_positions if asked_len is None or fit else asked_len
+    if asked_len is None:
         reasons["max_model_len"] = f"{max_positions}, the model's"
     require(
-        isinstance(max_model_len, int) and 1 <= max_model_len <= max_positions,
-        f"max_model_len {max_model_len} must be from 1 to {max_positions}, the positions the model knows",
+        2 <= max_model_len <= max_positions,  # the least: a token that is asked, and one that answers
+        f"max_model_len {max_model_len} must be from 2 to {max_positions}, the positions the model knows",
     )
     block_size = args.block_size
     require(
-        isinstance(block_size, int) and 1 <= block_size <= 1024 and block_size & (block_size - 1) == 0,
+        1 <= block_size <= 1024 and block_size & (block_size - 1) == 0,
         f"block_size {block_size} must be a power of two up to 1024",
     )
     given_tokens, given_seqs = args.max_num_batched_tokens, args.max_num_seqs
@@ -229,32 +380,24 @@ def resolve(args: EngineArgs, model: ModelFacts) -> EngineConfig:
         f"watermark {args.watermark} must be in [0, 1)",
     )
     require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
-    for name in (
-        "num_gpu_blocks_override",
-        "kv_cache_memory_bytes",
-        "num_threads",
-        "max_num_queued_reqs",
-        "max_num_queued_tokens",
-    ):
+    for name in ("kv_cache_memory_bytes", "num_threads", "max_num_queued_reqs", "max_num_queued_tokens"):
         value = getattr(args, name)
         require(value is None or value >= 1, f"{name} {value} must be at least 1")
     require(
         args.num_gpu_blocks_override is None or args.num_gpu_blocks_override >= 2,
-        "num_gpu_blocks_override must be at least 2: block 0 is never used",
+        f"num_gpu_blocks_override {args.num_gpu_blocks_override} must be at least 2: block 0 is never used",
+    )
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        require(value is None or value <= most, f"{name} {value} is beyond any machine: {most} is the most")
+    num_cpus = usable_cores() if num_cpus is None else num_cpus
+    require(
+        args.num_threads is None or args.num_threads <= num_cpus,
+        f"num_threads {args.num_threads} must be at most {num_cpus}, the cores that may be used: threads "
+        "that share a core wait for each other, and every step takes many times as long",
     )
     require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
-    for name, choices in (
-        ("load_format", ("auto", "gguf", "dummy")),
-        ("dtype", ("auto", "float32")),
-        ("kernels", ("auto", "native", "numpy")),
-        ("scheduling_policy", ("fcfs", "priority")),
-    ):
-        value = getattr(args, name)
-        require(value in choices, f"{name} {value!r} must be one of {', '.join(choices)}")
-    require(
-        isinstance(args.seed, int) and -(2**63) <= args.seed < 2**63,
-        f"seed {args.seed!r} must be a 64-bit integer",
-    )
+    require(-(2**63) <= args.seed < 2**63, f"seed {args.seed} must be a 64-bit integer")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return EngineConfig(

@@ -11,6 +11,7 @@ The rules.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -24,6 +25,14 @@ MAX_N = 16_384  # more is a mistake or an attack: every child costs the front en
 MAX_BAD_WORDS = 128
 MAX_STOP_STRINGS = 128
 MAX_SEED = 2**63 - 1
+LEAST_REPETITION_PENALTY = 1e-3  # less turns logits into infinities
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -54,7 +63,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
     n: int = 1  # completions per prompt
     presence_penalty: float = 0.0  # taken once from the logit of each token already in the output; [-2, 2]
     frequency_penalty: float = 0.0  # taken per occurrence in the output; [-2, 2]
-    # divides positive, multiplies negative logits of tokens in prompt or output; > 0
+    # divides positive, multiplies negative logits of tokens in prompt or output; [0.001, 1000]
     repetition_penalty: float = 1.0
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # (0, 1]
@@ -96,9 +105,11 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
 
     def _normalise(self) -> None:
         """One form for what may be given in several."""
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else _list("stop", self.stop)
+        self.stop_token_ids = _list("stop_token_ids", self.stop_token_ids)
+        self.bad_words = _list("bad_words", self.bad_words)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _list("allowed_token_ids", self.allowed_token_ids)
         if self.logprobs is True or self.logprobs is False:
             self.logprobs = 1 if self.logprobs else None
         if self.prompt_logprobs is True or self.prompt_logprobs is False:
@@ -108,10 +119,9 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         if self.top_k == -1:
             self.top_k = 0
         if self.logit_bias is not None:
-            try:
-                self.logit_bias = {int(k): v for k, v in self.logit_bias.items()}
-            except (TypeError, ValueError, AttributeError):
-                raise _refusal("logit_bias", "a mapping from token ids to numbers", self.logit_bias) from None
+            if not isinstance(self.logit_bias, Mapping):
+                raise _refusal("logit_bias", "a mapping from token ids to numbers", self.logit_bias)
+            self.logit_bias = {_bias_key(key): bias for key, bias in self.logit_bias.items()}
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
@@ -121,7 +131,12 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         _integer("n", self.n, 1, MAX_N)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            LEAST_REPETITION_PENALTY,
+            1 / LEAST_REPETITION_PENALTY,
+        )
         _number("temperature", self.temperature, 0.0, math.inf)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, 0, None, "0 or -1 for off, or a positive integer")
@@ -148,11 +163,24 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
                 token: min(100.0, max(-100.0, bias)) for token, bias in self.logit_bias.items()
             }
 
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, "True or False", getattr(self, name))
+        if self.skip_reading_prefix_cache not in (None, True, False):
+            raise _refusal("skip_reading_prefix_cache", "True, False or None", self.skip_reading_prefix_cache)
+
     def _judge_lists(self) -> None:
+        if self.extra_args:
+            raise RequestError(
+                f"extra_args has {', '.join(map(str, self.extra_args))}, which nothing here reads",
+                "extra_args",
+            )
         for name in ("stop", "bad_words"):
             words = getattr(self, name)
             if not all(isinstance(word, str) for word in words):
                 raise _refusal(name, "a list of strings", words)
+            for word in words:
+                check_encodable(name, word)
             if "" in words:
                 raise RequestError(
                     f"{name} has an empty string, which would match everywhere; leave it out", name
@@ -194,10 +222,46 @@ def _number(
         expected += f" {'above' if open_low else 'of at least'} {low:g}"
     if high < math.inf:
         expected += f" and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise _refusal(name, expected, value, param)
     if not (low < value if open_low else low <= value) or not value <= high:
         raise _refusal(name, expected, value, param)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def _list(name: str, given: object) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple | set | frozenset):
+        raise _refusal(name, "a list", given)
+    return list(given)
+
+
+def _bias_key(key: object) -> int:
+    """A token id; JSON has it as a string of digits."""
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, str) and key.isascii() and key.removeprefix("-").isdigit():
+        return int(key)
+    raise _refusal("logit_bias", "a mapping from token ids to numbers", key)
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Refuse what UTF-8 cannot say: half of a surrogate pair can never match, be hashed or be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; "
+            "mend the text",
+            name,
+        ) from None
 
 
 def _integer(name: str, value: object, low: int, high: int | None, expected: str | None = None) -> None:

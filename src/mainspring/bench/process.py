@@ -40,7 +40,8 @@ from mainspring.engine.client import EngineCoreClient
 NUM_RUNNING = 256
 STEP_S = 0.002
 STEPS, WARM_UP_STEPS, ROUNDS = 300, 100, 3
-PROMPT, TOKEN, EOS, VOCAB_SIZE = 32, 7, 2, 50_000
+SHORTEST, LONGEST = 32, 47  # tokens of a prompt: in each step one row in sixteen fills a block
+TOKEN, EOS, VOCAB_SIZE = 7, 2, 50_000
 MAX_TOKENS = 2000  # not reached while anybody reads: the core is at most some 130 steps ahead
 BLOCK_SIZE = 16
 STEP_KINDS = {
@@ -117,7 +118,7 @@ class Reading(NamedTuple):
 
 
 def config(step: str) -> EngineConfig:
-    max_model_len = PROMPT + MAX_TOKENS
+    max_model_len = LONGEST + MAX_TOKENS
     return EngineConfig(
         model="",
         vocab_size=VOCAB_SIZE,
@@ -125,7 +126,7 @@ def config(step: str) -> EngineConfig:
         executor_args={"step": step},
         scheduler=SchedulerConfig(
             max_num_seqs=NUM_RUNNING,
-            max_num_batched_tokens=NUM_RUNNING * PROMPT,
+            max_num_batched_tokens=NUM_RUNNING * LONGEST,
             max_model_len=max_model_len,
         ),
         block_size=BLOCK_SIZE,
@@ -139,7 +140,10 @@ def requests() -> list[EngineCoreRequest]:
     return [
         EngineCoreRequest(
             request_id=f"running-{number}-0123456789abcdef",  # as long as a real one
-            prompt_token_ids=[(number * 7919 + i * 31) % VOCAB_SIZE for i in range(PROMPT)],
+            prompt_token_ids=[
+                (number * 7919 + i * 31) % VOCAB_SIZE
+                for i in range(SHORTEST + number % (LONGEST - SHORTEST + 1))
+            ],
             sampling_params=SamplingParams(max_tokens=MAX_TOKENS, seed=number),
             eos_token_id=EOS,
         )

@@ -11,6 +11,7 @@ from typing import Any
 from mainspring import __version__
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import CheckpointError
+from mainspring.base.memory import free_memory_bytes
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments
 
 
@@ -32,8 +33,6 @@ def run(argv: list[str]) -> int:
 
 def examine(model: str) -> dict[str, Any]:
     """Everything, in words."""
-    from mainspring.models.weights import free_memory_bytes
-
     return {
         "mainspring": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -68,7 +67,7 @@ def _weights(model: str) -> str:
 
     from mainspring.checkpoint.catalog import resolve_model
     from mainspring.checkpoint.gguf import GGUFFile
-    from mainspring.models.weights import MEMORY_SHARE, free_memory_bytes
+    from mainspring.models.weights import MEMORY_SHARE
 
     try:
         with GGUFFile(resolve_model(model)) as file:

@@ -25,12 +25,17 @@ def root_hash(message: EngineCoreRequest) -> bytes:
     """What stands before the first block of a request."""
     fields = [VERSION]
     if message.lora is not None:
-        fields.append(_field(b"lora", message.lora.name.encode()))
+        fields.append(_field(b"lora", _bytes(message.lora.name)))
         fields.append(_field(b"lora id", str(message.lora.load_id).encode()))
     if message.cache_salt is not None:
-        fields.append(_field(b"salt", message.cache_salt.encode()))
+        fields.append(_field(b"salt", _bytes(message.cache_salt)))
     fields += [_field(b"media", item) for item in message.features or ()]
     return sha256(b"".join(fields)).digest()
+
+
+def _bytes(text: str) -> bytes:
+    """Whatever a client sent: intake refuses lone surrogates, and here they must not end the core."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

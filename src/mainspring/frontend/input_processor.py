@@ -14,6 +14,7 @@ Rules.
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 import uuid
@@ -25,7 +26,7 @@ import msgspec
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import RequestError
 from mainspring.base.messages import EngineCoreRequest
-from mainspring.base.params import SamplingParams
+from mainspring.base.params import SamplingParams, check_encodable
 from mainspring.base.protocols import Clock
 from mainspring.frontend.detokenizer import special_texts
 from mainspring.frontend.parallel_sampling import fan_out
@@ -78,6 +79,9 @@ class InputProcessor:
     ) -> ProcessedInput:
         """Raises `RequestError`, one line that names the parameter at fault and the way out."""
         arrival_time_s = self._clock()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {_shown(request_id)}", "request_id")
+        check_encodable("request_id", request_id)
         params = self._copy(params)
         text, prompt_token_ids, salt = self._read_prompt(prompt)
         self._fit(params, len(prompt_token_ids))
@@ -130,7 +134,8 @@ class InputProcessor:
             for key in prompt:
                 if key not in PROMPT_KEYS:
                     raise RequestError(
-                        f"prompt has the key {key!r}, which is not supported; give {PROMPT_FORMS}", "prompt"
+                        f"prompt has the key {_shown(key)}, which is not supported; give {PROMPT_FORMS}",
+                        "prompt",
                     )
             text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
         elif isinstance(prompt, str):
@@ -158,8 +163,7 @@ class InputProcessor:
             # Judged by ids, not by text: text of which no byte has a token is as empty as none.
             raise RequestError("prompt is empty: it has no token; give at least one", "prompt")
         if set(map(type, ids)) != {int}:
-            wrong = next(i for i in ids if type(i) is not int)
-            raise RequestError(f"prompt_token_ids must be integers, got {_shown(wrong)}", "prompt_token_ids")
+            ids = [_as_int(i) for i in ids]
         self._judge_range("prompt_token_ids", ids)
         return list(ids)
 
@@ -289,9 +293,21 @@ def _cache_salt(salt: object) -> str | None:
         raise RequestError(
             f"cache_salt must be a string that is not empty, or None, got {_shown(salt)}", "cache_salt"
         )
+    if salt is not None:
+        check_encodable("cache_salt", salt)
     return salt
 
 
+def _as_int(token_id: object) -> int:
+    """Integers of other libraries, numpy's for one, are taken as what they are."""
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(f"prompt_token_ids must be integers, got {_shown(token_id)}", "prompt_token_ids")
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -14,6 +14,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,15 +127,18 @@ class LLM:
         asked: list[Any] = list(prompts) if _is_many(prompts) else [prompts]
         params = _one_each(len(asked), "sampling_params", sampling_params, self.get_default_sampling_params())
         priorities = _one_each(len(asked), "priority", priority, 0)
-        with self._call() as call, _progress(use_tqdm, len(asked)) as show:
-            ids = [
-                self._add(call, prompt, _with_kind(p, RequestOutputKind.FINAL_ONLY), rank)
-                for prompt, p, rank in zip(asked, params, priorities, strict=True)
-            ]
+        with self._call() as call:
+            ids = []
+            for index, one in enumerate(zip(asked, params, priorities, strict=True)):
+                with _says_which(index, len(asked)):
+                    ids.append(
+                        self._add(call, one[0], _with_kind(one[1], RequestOutputKind.FINAL_ONLY), one[2])
+                    )
             finished = {}
-            for output in self._outputs(call):
-                finished[output.request_id] = output
-                show(output)
+            with _progress(use_tqdm, len(asked)) as show:
+                for output in self._outputs(call):
+                    finished[output.request_id] = output
+                    show(output)
             return [finished[i] for i in ids]
 
     def chat(
@@ -154,6 +158,11 @@ class LLM:
         `chat_template` is a template or its file, instead of the model's. `continue_final_message` goes on
         with the last message instead of beginning a new one; then `add_generation_prompt` must be False.
         """
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages must be a list of messages, or of conversations, got {type(messages).__name__}",
+                "messages",
+            )
         many = bool(messages) and not isinstance(messages[0], Mapping)
         prompts = [
             self.chat_prompt(
@@ -282,7 +291,7 @@ class LLM:
 
     def _step(self) -> None:
         """One step for everybody. Held: the turn."""
-        if not self.llm_engine.has_unfinished_requests():
+        if not self.llm_engine.has_unfinished_requests() and self.llm_engine.is_alive:
             raise EngineError("requests were aborted from elsewhere while a call waited for them")
         with _interrupt_at_end():
             for output in self.llm_engine.step():
@@ -306,13 +315,16 @@ class LLM:
 
 def _template_text(source: str) -> str:
     """`source` itself, or the contents of the file it names. What has no brace says nothing as a template."""
+    if not isinstance(source, str) or not source:
+        raise ConfigError(f"chat_template must be a template or its file, got {source!r}")
     if "{" in source or "\n" in source:
         return source
     try:
         return Path(source).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"chat_template {source!r} is neither a template nor a file: {error.strerror}"
+            f"chat_template {source!r} is neither a template nor a file of one: {why}"
         ) from None
 
 
@@ -332,6 +344,17 @@ def _one_each(count: int, name: str, given: Any, default: Any) -> Sequence[Any]:
     return given
 
 
+@contextmanager
+def _says_which(index: int, count: int) -> Iterator[None]:
+    """A refusal among several prompts names the one it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"prompt {index} of {count}: {error}", error.param) from None
+
+
 def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         return params  # refused by name where all parameters are judged
@@ -346,13 +369,14 @@ def _progress(use_tqdm: bool | MakeBar, total: int) -> Iterator[Callable[[Reques
         return
     make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
     num_read = num_written = 0
+    started_s = time.monotonic()
     with make_bar(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
 
         def show(output: RequestOutput) -> None:
             nonlocal num_read, num_written
             num_read += len(output.prompt_token_ids)
             num_written += sum(len(answer.token_ids) for answer in output.outputs)
-            elapsed_s = max(bar.format_dict["elapsed"], 1e-9)
+            elapsed_s = max(time.monotonic() - started_s, 1e-9)
             speeds = f"input: {num_read / elapsed_s:.2f} toks/s, output: {num_written / elapsed_s:.2f} toks/s"
             bar.set_postfix_str(f"est. speed {speeds}", refresh=False)
             bar.update(1)

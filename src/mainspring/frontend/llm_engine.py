@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, resolve
-from mainspring.base.errors import CheckpointError, EngineDeadError, innermost
+from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, innermost
 from mainspring.base.messages import GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import SamplingParams
@@ -62,6 +62,26 @@ def model_facts(file: GGUFFile) -> ModelFacts:
     )
 
 
+def config_facts(model: str, config: Mapping[str, Any]) -> ModelFacts:
+    """As `model_facts`, of a config (`checkpoint/hf_config.py`): for random weights of its shape."""
+
+    def read(key: str) -> int:
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"the config's {key} is {value!r}; expected a positive integer")
+        return value
+
+    eos = config.get("eos_token_id")
+    return ModelFacts(
+        path=model,
+        architecture=str(config.get("model_type")),
+        max_position_embeddings=read("max_position_embeddings"),
+        vocab_size=read("vocab_size"),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
 class Prepared(NamedTuple):
     """What is decided before a core is there."""
 
@@ -76,7 +96,13 @@ def prepare(args: EngineArgs) -> Prepared:
     """
     from mainspring.checkpoint.catalog import resolve_model
     from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.checkpoint.hf_config import is_config, read_config
 
+    if args.load_format == "dummy" and is_config(args.model):
+        if not args.skip_tokenizer_init:
+            raise ConfigError("a config has no tokenizer: set skip_tokenizer_init and give token ids")
+        facts = config_facts(args.model, read_config(args.model))
+        return Prepared(facts, resolve(args, facts))
     with GGUFFile(resolve_model(args.model, fetch=True)) as file:
         facts = model_facts(file)
     return Prepared(facts, resolve(args, facts))
@@ -225,6 +251,11 @@ class LLMEngine:
         self._raise_if_dead()
         stats: SchedulerStats = self.client.call(GetStats())
         return stats
+
+    @property
+    def is_alive(self) -> bool:
+        """Neither shut down nor dead."""
+        return self._cause_of_death is None
 
     def shutdown(self) -> None:
         """Idempotent."""

@@ -222,8 +222,28 @@ CONFIG_READ = frozenset(
         "tie_word_embeddings",
         "sliding_window",
         "layer_types",
+        # What follows changes no logit.
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "is_llama_config",
+        "pad_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
     }
 )
+CONFIG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "attention_dropout": (0.0,),
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "pretraining_tp": (1,),
+    "rope_interleaved": (False,),
+    "rope_scaling": (None,),
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -233,7 +253,7 @@ def from_config(config: Mapping[str, Any]) -> ModelSpec:
     Raises `CheckpointError` naming the key that is missing, wrong or unknown.
     """
     keys = _Keys(config)
-    keys.refuse_unknown(CONFIG_READ, {})
+    keys.refuse_unknown(CONFIG_READ, CONFIG_NEUTRAL)
     if keys.get("model_type", "llama") != "llama":
         raise keys.refusal("model_type", "llama")
     num_heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")

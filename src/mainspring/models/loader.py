@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.checkpoint.hf_config import is_config, read_config
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
@@ -48,23 +44,7 @@ def load_model(config: EngineConfig) -> Decoder:
 
 def dummy_spec(model: str) -> ModelSpec:
     """The shape of a model: a config's JSON text or .json file, or a GGUF file whose weights are not read."""
-    if model.lstrip().startswith("{"):
-        return from_config(_config(model, "the model's config"))
-    if model.endswith(".json"):
-        try:
-            text = Path(model).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{model}: cannot be read: {error}") from None
-        return from_config(_config(text, model))
+    if is_config(model):
+        return from_config(read_config(model))
     with GGUFFile(model) as source:
         return from_gguf(source.metadata, source).spec
-
-
-def _config(text: str, what: str) -> Mapping[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{what} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{what} is {type(config).__name__}; expected a JSON object")
-    return config

@@ -14,16 +14,15 @@ Missing, unknown, mis-shaped and non-finite tensors are refused by name, all sha
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
+from mainspring.base.memory import free_memory_bytes
 from mainspring.kernels.ops import Floats, LazyWeight, Ops
 from mainspring.models.families import Model, TensorSource
 from mainspring.models.spec import ModelSpec, Part, RopeSpec, weight_table
@@ -85,22 +84,6 @@ def dummy_weights(spec: ModelSpec, ops: Ops, seed: int = 0) -> None:
 def rope_handle(rope: RopeSpec) -> str:
     """What a RopeSpec's frequencies are called; equal specs share them."""
     return f"rope.{rope.rotary_dim}.{rope.theta:g}{'.factors' if rope.has_factors else ''}"
-
-
-def free_memory_bytes() -> int:
-    """What can be taken without swapping, as the kernel estimates it, within a control group's limit."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = (group / "memory.current").read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def _account(model: Model, table: dict[str, tuple[Part, ...]], source: TensorSource) -> None:

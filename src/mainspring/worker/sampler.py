@@ -228,7 +228,10 @@ def sample_row(
             "no token is allowed here: "
             "the grammar, allowed_token_ids, bad_words and min_tokens together leave none"
         )
-    check_finite(float(row[best]))  # a penalty may overflow
+    if row[best] == np.inf:
+        raise SamplingError(
+            "a penalty or bias makes a logit infinite; choose one nearer to its neutral value"
+        )
     token = best if state.temperature == 0.0 else _draw_filtered(row, best, state)
     if state.num_logprobs is None:
         return Sampled(token, None)

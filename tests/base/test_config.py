@@ -1,0 +1,117 @@
+"""Settings: their types, their bounds, and the names that other engines know."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mainspring.base.config import VLLM_ARGUMENTS, EngineArgs, EngineConfig, ModelFacts, resolve
+from mainspring.base.errors import ConfigError
+
+MODEL = ModelFacts(path="", architecture="fake", max_position_embeddings=128, vocab_size=100)
+
+
+def decide(num_cpus: int = 2, **settings) -> EngineConfig:
+    return resolve(EngineArgs(**settings), MODEL, num_cpus)
+
+
+def refusals(num_cpus: int = 2, **settings) -> list[str]:
+    """What is said, a line for each thing that is wrong."""
+    with pytest.raises(ConfigError) as refused:
+        decide(num_cpus, **settings)
+    return str(refused.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_threads", "1", "num_threads '1' must be a whole number or None, not str"),
+        ("max_logprobs", "x", "max_logprobs 'x' must be a whole number, not str"),
+        ("executor", 5, "executor 5 must be text, not int"),
+        ("chat_template", 5, "chat_template 5 must be text or None, not int"),
+        (
+            "enable_prefix_caching",
+            "yes",
+            "enable_prefix_caching 'yes' must be True or False or None, not str",
+        ),
+        ("enable_chunked_prefill", 1, "enable_chunked_prefill 1 must be True or False, not int"),
+        ("max_num_seqs", True, "max_num_seqs True must be a whole number or None, not bool"),
+        ("tensor_parallel_size", True, "tensor_parallel_size True must be a whole number, not bool"),
+        (
+            "num_gpu_blocks_override",
+            2.5,
+            "num_gpu_blocks_override 2.5 must be a whole number or None, not float",
+        ),
+        ("max_model_len", "64", "max_model_len '64' must be a whole number, auto or None, not str"),
+        ("watermark", "0.1", "watermark '0.1' must be a number, not str"),
+        ("watermark", False, "watermark False must be a number, not bool"),
+        ("block_size", None, "block_size None must be a whole number, not NoneType"),
+        ("kernels", "fast", "kernels 'fast' must be one of auto, native, numpy"),
+        ("scheduling_policy", ["fcfs"], "scheduling_policy ['fcfs'] must be one of fcfs, priority"),
+        ("seed", 2**63, f"seed {2**63} must be a 64-bit integer"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_one_line(name: str, value: object, said: str):
+    assert refusals(**{name: value}) == [said]
+
+
+def test_whole_numbers_are_numbers_too():
+    assert decide(watermark=0, gpu_memory_utilization=1).scheduler.watermark == 0
+
+
+def test_all_that_is_wrong_is_said_together():
+    said = refusals(num_threads="1", max_num_seqs=0, block_size=17, dtype="float8")
+    assert [line.split()[0] for line in said] == ["dtype", "num_threads", "block_size", "max_num_seqs"]
+
+
+def test_a_model_is_named_by_text_or_path():
+    assert EngineArgs(model=Path("a.gguf")).model == "a.gguf"
+    with pytest.raises(ConfigError, match=r"^model 5 must be text, not int$"):
+        EngineArgs(model=5)
+
+
+@pytest.mark.parametrize("word", [-1, "auto"])
+def test_the_length_may_be_what_fits(word: object):
+    config = decide(max_model_len=word)
+    assert (config.fit_max_model_len, config.scheduler.max_model_len) == (True, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_num_batched_tokens", 10**8, r"max_num_batched_tokens 100000000 .* 1048576 is the most"),
+        ("num_gpu_blocks_override", 10**9, r"num_gpu_blocks_override 1000000000 .* 1048576 is the most"),
+        ("kv_cache_memory_bytes", 99999999999999, r"kv_cache_memory_bytes 99999999999999 .* is the most"),
+        ("num_gpu_blocks_override", 0, r"num_gpu_blocks_override 0 must be at least 2"),
+        ("num_gpu_blocks_override", -1, r"num_gpu_blocks_override -1 must be at least 2"),
+        ("num_threads", 0, r"num_threads 0 must be at least 1"),
+        ("max_model_len", 1, r"max_model_len 1 must be from 2 to 128"),
+        ("max_model_len", 129, r"max_model_len 129 must be from 2 to 128"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_said_once(name: str, value: int, said: str):
+    (line,) = refusals(**{name: value})
+    assert re.match(said, line), line
+
+
+def test_more_threads_than_cores_are_refused():
+    assert decide(num_cpus=4, num_threads=4).num_threads == 4
+    (line,) = refusals(num_cpus=4, num_threads=5)
+    assert line.startswith("num_threads 5 must be at most 4, the cores")
+    with pytest.raises(ConfigError, match="num_threads 100000 must be at most"):
+        resolve(EngineArgs(num_threads=100_000), MODEL)  # the cores of this process
+
+
+def test_names_of_vllm_that_are_not_here_yet_say_so():
+    assert not VLLM_ARGUMENTS.keys() & set(EngineArgs.__dataclass_fields__)
+    with pytest.raises(ConfigError) as refused:
+        EngineArgs.from_mapping(
+            {"quantization": "awq", "swap_space": 4, "max_num_seq": 4, "enable_lora": True}
+        )
+    quantization, swap_space, max_num_seqs, enable_lora = str(refused.value).splitlines()
+    assert quantization.startswith("quantization is not supported yet: ")
+    assert swap_space == "swap_space has no effect here; leave it out"
+    assert max_num_seqs == "unknown engine argument max_num_seq; did you mean max_num_seqs?"
+    assert enable_lora == "enable_lora is not supported yet; leave it out"
