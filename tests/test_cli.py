@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from mainspring import LLM, EngineArgs
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.base.params import SamplingParams
-from mainspring.cli import chat, generate, main, program, session
+from mainspring.cli import bench, chat, generate, main, program, session
 from mainspring.cli.dialect import (
     Parser,
     add_engine_flags,
@@ -97,10 +98,18 @@ def test_sampling_flags():
     [
         (["--tempreture", "0"], "unknown flag --tempreture; did you mean --temperature?"),
         (["--max-tok=3"], "unknown flag --max-tok; did you mean --max-tokens?"),
+        (
+            ["--quantization", "awq"],
+            "--quantization is not supported yet: weights are as the model's file has them; leave it out",
+        ),
+        (["--swap-space=4"], "--swap-space has no effect here; leave it out"),
+        (["--no-enable-lora"], "--no-enable-lora is not supported yet; leave it out"),
         (["--zzz"], "unknown flag --zzz; mainspring test --help lists the flags"),
         (["word"], "'word' belongs to no flag; mainspring test --help lists the flags"),
         (["--top-p", "much"], "--top-p: expected a number such as 0.7, got 'much'"),
         (["--stop-token-ids", "a"], "--stop-token-ids: expected token ids such as 1,2,3, got 'a'"),
+        (["--stop-token-ids", "1,,2"], "--stop-token-ids: expected token ids such as 1,2,3, got '1,,2'"),
+        (["--stop-token-ids", "[1,2"], "--stop-token-ids: expected token ids such as 1,2,3, got '[1,2'"),
         (["--logit-bias", "[1]"], "--logit-bias: expected a JSON object such as '{\"5\": -100}', got '[1]'"),
         (["--temperature"], "--temperature: expected one argument"),
     ],
@@ -139,6 +148,25 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith(f"usage: mainspring {command}")
 
 
+@pytest.mark.parametrize(("columns", "widest"), [(70, 70), (80, 80), (200, 100)])
+def test_help_is_as_wide_as_the_terminal(
+    columns: int, widest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["generate", "--help=all"]) == 0
+    flags = capsys.readouterr().out.split("for example:")[0].splitlines()
+    assert 0.8 * widest < max(map(len, flags)) <= widest
+
+
+def test_help_promises_what_there_is(capsys: pytest.CaptureFixture[str]):
+    for command, all_of_engine in [("pull", False), ("doctor", False), ("chat", True)]:
+        assert main([command, "--help"]) == 0
+        assert ("--help=all" in capsys.readouterr().out) == all_of_engine, command
+    assert main(["--help"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  bench")]
+    assert all(name in line for name in bench.BENCHES)
+
+
 def test_help_loads_no_engine():
     code = "from mainspring.cli import main; import sys; main(['generate', '--help']); print(*sys.modules)"
     shown = subprocess.run(
@@ -169,6 +197,11 @@ def fail_with(error: BaseException) -> Callable[[list[str]], int]:
             "mainspring: ValueError: no such row (runner.py:7)\n",
         ),
         (EngineError("the grammar failed"), 1, "mainspring: the grammar failed\n"),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            2,
+            f"mainspring: not enough memory (Unable to allocate 9 TiB): {program.NO_MEMORY}\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -192,6 +225,58 @@ def test_a_reader_who_left_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+CLI = f"exec {sys.executable} -m mainspring"
+
+
+def run_in_shell(command: str, **environment: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    done = subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        env=os.environ | environment,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("chat <&-", 2, "mainspring: standard input is closed; open it, or give --prompt TEXT\n"),
+        (
+            "generate --prompt - <&-",
+            2,
+            "mainspring: standard input is closed; open it, or give --prompt TEXT\n",
+        ),
+        ("--help >&-", 2, "mainspring: standard output is closed; open it, or send it to a file\n"),
+        ("generate --bad 2>&-", 2, ""),
+    ],
+)
+def test_closed_streams(command: str, status: int, said: str):
+    assert run_in_shell(f"{CLI} {command}") == (status, "", said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_disks(unbuffered: str):
+    full = "mainspring: standard output cannot be written: No space left on device\n"
+    assert run_in_shell(f"{CLI} --help >/dev/full", PYTHONUNBUFFERED=unbuffered) == (1, "", full)
+    status, out, _ = run_in_shell(f"{CLI} generate --bad 2>/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (status != 0, out) == (True, "")
+
+
+def test_a_file_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(generate, "run", fail_with(PermissionError(13, "Permission denied", "a.gguf")))
+    assert main(["generate"]) == 1
+    assert re.fullmatch(
+        r"mainspring: PermissionError: .*Permission denied: 'a.gguf' \(test_cli.py:\d+\)\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]):
@@ -235,15 +320,35 @@ def test_pull_says_where_a_model_is(smollm2: Path, capsys: pytest.CaptureFixture
 
 
 def test_doctor(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("mainspring.cli.doctor.free_memory_bytes", lambda: 2**32)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["kernels"].startswith(("numpy", "native"))
-    assert found["model"].startswith("smollm2-135m: fits (0.50 GiB")
+    assert found["kernels"] in ("numpy", "native")
+    assert found["free_memory_bytes"] == 2**32
+    assert 1 <= found["num_usable_cores"] <= found["num_cores"]
+    assert found["cached_models"]["smollm2-135m"] == str(smollm2)
+    assert found["model"]["float32_bytes"] == 538060032
+    assert found["model"]["fits"] is True
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "smollm2-135m: fits (0.50 GiB" in said
+    assert "4.0 GiB free" in said
     monkeypatch.setattr("mainspring.cli.doctor.free_memory_bytes", lambda: 2**28)
     assert main(["doctor", "--model", str(smollm2)]) == 0
     assert f"{smollm2}: slow, for its weights are dequantised again" in capsys.readouterr().out
-    assert main(["doctor", "--model", "./nowhere.gguf"]) == 0
-    assert "./nowhere.gguf: no such file" in capsys.readouterr().out
+
+
+def test_doctor_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One that was asked for must be there; the default need not."""
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
+    assert main(["doctor"]) == 0
+    assert "smollm2-135m is not in the cache" in capsys.readouterr().out
+    assert main(["doctor", "--model", "./nowhere.gguf", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mainspring: ./nowhere.gguf: no such file")
 
 
 # --- the conversation, with a model that costs nothing ------------------------------------------------------
@@ -346,11 +451,20 @@ def test_a_program_may_chat_line_by_line(
     assert [len(messages) for messages in echo.asked] == [1, 3]
 
 
+def test_a_program_that_writes_no_utf8_is_told(
+    echo: EchoLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert main(["chat"]) == 2
+    assert capsys.readouterr().err == "mainspring: standard input is not UTF-8 text: byte 3 is 0xe9\n"
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         (session.Answer("", [], [1], "stop"), "empty answer: the model ended at once"),
         (session.Answer(" \n", [1, 2], [1], "length"), "empty answer: 2 tokens, none of which shows"),
+        (session.Answer("\n", [1], [1], "length"), "empty answer: 1 token, which does not show"),
         (session.Answer("", [], [1], "abort"), "empty answer: it ended with abort"),
         (session.Answer("some", [1, 2], [1], "length"), "cut after 2 tokens"),
         (session.Answer("some", [1], [1], "stop"), ""),
@@ -451,7 +565,11 @@ class TestRealModel:
                 r"mainspring: .*999999, which is no token: ids go from 0 to 49151",
             ),
             ([], r"mainspring: give --prompt TEXT"),
-            (["--prompt", "x", "--prompt-token-ids", "1"], r"mainspring: give --prompt TEXT"),
+            (["--prompt", "x", "--prompt-token-ids", "1"], r"mainspring: give .*, not both"),
+            (
+                ["--prompt-token-ids", "1", "--skip-tokenizer-init"],
+                r"mainspring: --skip-tokenizer-init .* give --json too",
+            ),
             (["--chat", "--prompt-token-ids", "1"], r"mainspring: --chat needs text"),
         ],
     )
@@ -496,6 +614,10 @@ def small_pool(model: Path, folder: Path) -> list[str]:
     return ["--model", str(model), "--num-gpu-blocks-override", "3"]
 
 
+def no_executor(model: Path, folder: Path) -> list[str]:
+    return ["--model", str(model), "--executor", "os:path"]
+
+
 def wrong_settings(model: Path, folder: Path) -> list[str]:
     return ["--model", str(model), "--block-size", "17", "--watermark", "2"]
 
@@ -508,6 +630,7 @@ def wrong_settings(model: Path, folder: Path) -> list[str]:
         (of_another_family, r"mainspring: .*zebra.*llama"),
         (unknown_name, r"mainspring: no model 'smolm2-135m' \(did you mean smollm2-135m\?\)"),
         (small_pool, r"mainspring: .*KV cache has 2 usable blocks.*max_model_len"),
+        (no_executor, r"mainspring: executor 'os:path' cannot be called"),
         (wrong_settings, r"mainspring: block_size 17 must be .*; watermark 2.0 must be"),
     ],
 )

@@ -6,6 +6,7 @@ import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf.quants
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.architectures import check_architecture
 from mainspring.checkpoint.gguf import TENSOR_TYPES, GGUFFile
+from mainspring.checkpoint.quoting import quoted
 
 # ---- files -------------------------------------------------------------------------------------------------
 
@@ -308,6 +311,54 @@ def test_a_name_of_line_breaks_stays_on_one_line(tmp_path: Path) -> None:
         opened(tmp_path, build([ARCH], [tensor("a\nb" * 1000, kind=12)]))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a key", build([entry("k" * 100_000, 99, b"")], [])),
+        ("a key that is no text", build([entry("k", UINT8, b"\0"), text(b"\xff" * 100_000)], [])),
+        ("a text", build([entry("general.alignment", STRING, text("a" * 100_000))], [])),
+        (
+            "a list",
+            build([entry("split.count", ARRAY, struct.pack("<IQ", UINT8, 100_000) + bytes(100_000))], []),
+        ),
+        ("a tensor", build([ARCH], [tensor("w" * 100_000, kind=12)])),
+    ],
+)
+def test_long_names_are_cut(tmp_path: Path, name: str, content: bytes) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        opened(tmp_path, content)
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+def test_quoted_shows_both_ends() -> None:
+    assert quoted("a\nb") == "'a\\nb'"
+    assert quoted("a" * 100_000 + "z").endswith("aaz'")
+    assert len(quoted("a" * 79)) <= 80
+    assert len(quoted([1] * 1000)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"general.architecture": "qwen2"}, "^architecture 'qwen2' is not supported yet; supported: llama$"),
+        ({"general.architecture": 7}, "^architecture 7 is not supported yet; supported: llama$"),
+        ({}, "^key 'general.architecture' is missing: is this a language model"),
+    ],
+)
+def test_another_family_is_refused_as_such(metadata: dict[str, Any], expected: str) -> None:
+    assert check_architecture({"general.architecture": "llama"}) == "llama"
+    with pytest.raises(CheckpointError, match=expected):
+        check_architecture(metadata)
+
+
+def test_a_path_is_named_once(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    for path, culprit in ((empty, "the file is empty"), (Path("/dev/null"), "is a device or a pipe")):
+        with pytest.raises(CheckpointError, match=f"^{path}: {culprit}; expected a GGUF file$"):
+            GGUFFile(path)
 
 
 def test_not_a_file(tmp_path: Path) -> None:

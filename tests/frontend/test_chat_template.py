@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.frontend import chat_template
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.frontend.tokenizer import _BYTE_OF, CONTROL, Tokenizer
 
@@ -303,3 +305,90 @@ def test_a_model_without_a_template() -> None:
 def test_text_that_is_not_unicode(real: Tokenizer, template: ChatTemplate) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair"):
         template.encode(real, [{"role": "user", "content": "\ud83d"}])
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+AGAIN = "{% set n = namespace(x='a') %}{% for i in range(40) %}"
+AGAIN_LIST = "{% set n = namespace(x=['a']) %}{% for i in range(40) %}"
+GREEDY = {
+    "repeated": "{{ 'a' * 10**9 }}",
+    "repeated, turned around": "{{ 10**9 * 'a' }}",
+    "a list": "{{ ([1] * 10**9) | length }}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "printf": "{{ '%1000000000d' % 1 }}",
+    "printf, width as a value": "{{ '%*d' % (10**9, 1) }}",
+    "printf, filter": "{{ '%1000000000d' | format(1) }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format, width as a value": "{{ '{:{}}'.format(1, 1000000000) }}",
+    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "center": "{{ 'a' | center(1000000000) }}",
+    "center, method": "{{ 'a'.center(1000000000) }}",
+    "ljust": "{{ 'a'.ljust(1000000000) }}",
+    "zfill": "{{ 'a'.zfill(1000000000) }}",
+    "through attr": "{{ ('a' | attr('rjust'))(1000000000) }}",
+    "expandtabs": "{{ '\\t'.expandtabs(1000000000) }}",
+    "bytes of a number": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "indent": "{{ 'a\\nb' | indent(1000000000) }}",
+    "json": "{{ [1] | tojson(indent=1000000000) }}",
+    "round": "{{ 1.5 | round(1000000000, 'ceil') }}",
+    "batch": "{{ [1] | batch(1000000000, 'a') | list | length }}",
+    "slice": "{{ [1] | slice(1000000000) | list | length }}",
+    "replace": "{% set x = 'a' * 100000 %}{{ x.replace('a', x) }}",
+    "replace, filter": "{% set x = 'a' * 100000 %}{{ x | replace('a', x) }}",
+    "replace nothing": "{% set x = 'a' * 100000 %}{{ x.replace('', x) }}",
+    "translate": "{% set x = 'a' * 100000 %}{{ x.translate({97: x}) }}",
+    "join": "{% set x = 'a' * 100000 %}{{ x.join(range(100000) | map('string')) }}",
+    "join, filter": "{% set x = 'a' * 100000 %}{{ range(100000) | join(x) }}",
+    "join of attributes": "{{ ([{'a': 'a' * 100000}] * 100000) | map(attribute='a') | join }}",
+    "doubled": AGAIN + "{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubled by ~": AGAIN + "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubled by a block": AGAIN + "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+    "doubled by a macro": "{% macro f(x) %}{{ x ~ x }}{% endmacro %}"
+    + AGAIN
+    + "{% set n.x = f(n.x) %}{% endfor %}",
+    "a list doubled": "{% set n = namespace(x=[1]) %}"
+    "{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "lists of lists": AGAIN_LIST + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "lists of lists, filter": AGAIN_LIST + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | string }}",
+    "lists of lists, json": AGAIN_LIST + "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x | tojson }}",
+    "loops": "{% for i in range(100000) %}{% for j in range(100000) %}a{% endfor %}{% endfor %}",
+    "loops in a block": "{% set l = range(100000) | list %}"
+    "{% set x %}{% for i in l %}{% for j in l %}a{% endfor %}{% endfor %}{% endset %}",
+    "loops without text": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "a long message": "{{ raise_exception('a' * 10**9) }}",
+    "many": "{% set n = namespace(l=[]) %}{% for i in range(10000) %}"
+    "{% set n.l = n.l + ['a' * 100000 ~ i] %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_no_template_fills_the_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template is somebody's program: what it makes has a limit, which the refusal names."""
+    monkeypatch.setattr(chat_template, "BASE_CHARACTERS", 1 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match=r"limit is \d+ characters|a width that is a value") as caught:
+            render(GREEDY[name])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 50e6
+    assert len(str(caught.value)) < 400
+
+
+def test_what_a_template_may_make_grows_with_the_messages() -> None:
+    """Some templates build all that they have said so far again with every message."""
+    building = (
+        "{% set n = namespace(x='') %}{% for m in messages %}"
+        "{% set n.x = n.x ~ '<' ~ m.role ~ '>' ~ m.content.replace('\\n', '  ') %}{% endfor %}{{ n.x }}"
+    )
+    text = "line\n" * 1000
+    assert len(render(building, [{"role": "user", "content": text}] * 100)) == 100 * (6 + 6000)
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": "a" * 10**7}]) == "a" * 10**7
+
+
+def test_a_refusal_is_short() -> None:
+    with pytest.raises(RequestError) as caught:
+        render("{{ raise_exception('a' * 100000) }}")
+    assert len(str(caught.value)) < 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from model_toys import engine_config, kv_config, logits_of
+from model_toys import TINY, engine_config, kv_config, logits_of, tiny
 
 from mainspring.base.errors import CheckpointError
 from mainspring.kernels.ops import Floats, LazyWeight, Recorder
@@ -18,7 +19,7 @@ from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
 from mainspring.models.families import from_gguf
 from mainspring.models.loader import load_model
-from mainspring.models.weights import load_weights
+from mainspring.models.weights import check_tensors, load_weights
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -90,6 +91,7 @@ def loaded(
     source: FakeSource, metadata: dict[str, Any] = METADATA, memory_bytes: int | None = None
 ) -> Decoder:
     model = from_gguf(metadata, source)
+    check_tensors(model, source)
     decoder = Decoder(model.spec, RefOps())
     decoder.weights_form = load_weights(model, source, decoder.ops, memory_bytes=memory_bytes)
     decoder.initialize_kv(kv_config(decoder))
@@ -178,9 +180,9 @@ def test_blas_threads_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture: found 'mamba'; supported: llama"),
-        ({"general.architecture": None}, "general.architecture: found none; supported: llama"),
-        ({"general.architecture": ["llama"]}, "general.architecture: found"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported yet; supported: llama"),
+        ({"general.architecture": None}, "key 'general.architecture' is missing"),
+        ({"general.architecture": ["llama"]}, "architecture ['llama'] is not supported yet"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0"),
         ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
@@ -193,6 +195,19 @@ def test_blas_threads_can_be_set() -> None:
         ({"llama.rope.dimension_count": 15}, "llama.rope.dimension_count is 15; expected an even"),
         ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base is nan; expected a positive"),
         ({"llama.vocab_size": 300}, "llama.vocab_size is 300; expected 256"),
+        (
+            {"llama.block_count": 3},
+            "llama.block_count is 3; expected at most 2, the layers that have tensors",
+        ),
+        ({"llama.block_count": 2**31 - 1}, "llama.block_count is 2147483647; expected at most 2"),
+        (
+            {"llama.embedding_length": 2**30},
+            "'token_embd.weight' has shape [256, 64]; expected [256, 1073741824]",
+        ),
+        ({"llama.feed_forward_length": 2**31 - 1}, "'blk.0.ffn_gate.weight' has shape"),
+        ({"llama.attention.key_length": 2**30}, "'blk.0.attn_q.weight' has shape"),
+        ({"llama." + "k" * 100_000: "v" * 100_000}, "kkk'"),
+        ({"general.architecture": "a" * 100_000}, "aaa' is not supported yet"),
         ({"llama.block_count": 0}, "llama.block_count is 0; expected a positive integer"),
     ],
 )
@@ -202,6 +217,7 @@ def test_metadata_that_is_not_understood_is_refused_by_name(change: dict[str, An
     with pytest.raises(CheckpointError) as refusal:
         loaded(FakeSource(), metadata)
     assert expected in str(refusal.value)
+    assert len(str(refusal.value)) < 400
     assert "\n" not in str(refusal.value)
 
 
@@ -233,6 +249,7 @@ def test_a_missing_key_is_named() -> None:
             np.zeros(64),
             "tensor 'blk.0.attn_q.bias' is in the file; llama has no place for it",
         ),
+        ("blk.1." + "x" * 100_000, np.zeros(4), "xxx' is in the file"),
         ("blk.7.attn_q.weight", np.zeros((64, 64)), "'blk.7.attn_q.weight' is in the file"),
         (
             "blk.1.ffn_norm.weight",
@@ -255,6 +272,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, value: Any, expe
     with pytest.raises(CheckpointError) as refusal:
         loaded(source)
     assert expected in str(refusal.value)
+    assert len(str(refusal.value)) < 400
     if "NaN" not in expected:
         assert source.read == [], "shapes are judged before any data is read"
 
@@ -288,6 +306,33 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     write_gguf(path, METADATA | {"llama.expert_count": 8})
     with pytest.raises(CheckpointError, match=r"experts\.gguf: llama\.expert_count is 8"):
         load_model(engine_config(str(path), load_format="auto"))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("key", ["block_count", "feed_forward_length", "attention.key_length"])
+def test_absurd_counts_make_nothing_large(tmp_path: Path, load_format: str, key: str) -> None:
+    """Counts are held against the file's tensors before layers, names or arrays are made of them."""
+    path = tmp_path / "absurd.gguf"
+    write_gguf(path, METADATA | {f"llama.{key}": 2**30})
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"absurd\.gguf: .*expected"):
+            load_model(engine_config(str(path), load_format=load_format))
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647; expected at most 10000"),
+        ({"vocab_size": 2**40}, "would take .* GiB of memory are free; use a smaller config"),
+    ],
+)
+def test_random_weights_that_no_memory_holds(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(CheckpointError, match=expected):
+        tiny(TINY | change)
 
 
 def test_a_recorder_takes_weights_as_shapes() -> None:

@@ -307,7 +307,10 @@ def _judge_types(args: EngineArgs, wrong: list[str]) -> EngineArgs:
     hints = typing.get_type_hints(EngineArgs)
     for setting in fields(args):
         value, annotation = getattr(args, setting.name), hints[setting.name]
-        if not any(_is_of(value, kind) for kind in _kinds(annotation)):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            wrong.append(f"{setting.name} must be a 64-bit integer")  # not shown: it may have many digits
+            mended[setting.name] = setting.default
+        elif not any(_is_of(value, kind) for kind in _kinds(annotation)):
             wrong.append(_wrong_type(setting.name, value, annotation))
             mended[setting.name] = setting.default
     return replace(args, **mended)
@@ -397,7 +400,6 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         "that share a core wait for each other, and every step takes many times as long",
     )
     require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
-    require(-(2**63) <= args.seed < 2**63, f"seed {args.seed} must be a 64-bit integer")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return EngineConfig(

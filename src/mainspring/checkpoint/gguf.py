@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.quoting import quoted
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -162,7 +164,7 @@ class GGUFFile:
     def info(self, name: str) -> TensorInfo:
         """Raises `CheckpointError` for a name that the file does not have."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self.path}: no tensor {_quoted(name)} among its {len(self._tensors)}")
+            raise CheckpointError(f"{self.path}: no tensor {quoted(name)} among its {len(self._tensors)}")
         return self._tensors[name]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
@@ -202,15 +204,21 @@ class GGUFFile:
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: is a device or a pipe; expected a GGUF file")
+            if status.st_size == 0:
                 raise CheckpointError(f"{path}: the file is empty; expected a GGUF file")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except IsADirectoryError:
         raise CheckpointError(f"{path}: is a directory; expected a GGUF file") from None
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except CheckpointError:  # which is a ValueError, too
+        raise
     except (OSError, ValueError) as error:  # no permission, a pipe, a name with a null byte
-        raise CheckpointError(f"{path}: cannot be read as a file: {error}") from None
+        why = getattr(error, "strerror", None) or error  # without the path, which is named already
+        raise CheckpointError(f"{path}: cannot be read as a file: {why}") from None
 
 
 # ---- metadata ----------------------------------------------------------------------------------------------
@@ -288,8 +296,8 @@ class _Parser:
         for index in range(num_entries):
             key = self.string(f"the name of key-value {index}")
             if key in values:
-                raise self.error(f"key {_quoted(key)} occurs twice")
-            values[key] = self.value(self.number(_U32, f"the type of key {_quoted(key)}"), key)
+                raise self.error(f"key {quoted(key)} occurs twice")
+            values[key] = self.value(self.number(_U32, f"the type of key {quoted(key)}"), key)
         return Metadata(self, values)
 
     def tensors(self, num_tensors: int, metadata: Metadata) -> dict[str, TensorInfo]:
@@ -300,27 +308,27 @@ class _Parser:
             or alignment & (alignment - 1)
         ):
             raise self.error(
-                f"key 'general.alignment' is {_quoted(alignment)}, "
+                f"key 'general.alignment' is {quoted(alignment)}, "
                 f"expected a power of two up to {MAX_ALIGNMENT}"
             )
         num_parts = metadata.get("split.count", 1)
         if num_parts not in (0, 1):
             raise self.error(
-                f"key 'split.count' is {_quoted(num_parts)}: "
+                f"key 'split.count' is {quoted(num_parts)}: "
                 "a model split over several files is not supported yet; merge them into one"
             )
         found: dict[str, TensorInfo] = {}
         for index in range(num_tensors):
             info = self.tensor(index)
             if info.name in found:
-                raise self.error(f"tensor {_quoted(info.name)} occurs twice")
+                raise self.error(f"tensor {quoted(info.name)} occurs twice")
             found[info.name] = info
         return self.placed(found, alignment)
 
     def tensor(self, index: int) -> TensorInfo:
         """One entry of the table; its offset still counts from the start of the data."""
         name = self.string(f"the name of tensor {index}")
-        shown = f"tensor {_quoted(name)}"
+        shown = f"tensor {quoted(name)}"
         num_dims = self.number(_U32, f"n_dims of {shown}")
         if num_dims > MAX_DIMS:
             raise self.error(f"{shown} has {num_dims} dimensions, expected at most {MAX_DIMS}")
@@ -352,7 +360,7 @@ class _Parser:
         data_start = -(-self.pos // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         for info in relative.values():
-            shown = f"tensor {_quoted(info.name)}"
+            shown = f"tensor {quoted(info.name)}"
             if info.offset % alignment:
                 raise self.error(
                     f"{shown} has offset {info.offset}, expected a multiple of the alignment {alignment}"
@@ -370,8 +378,8 @@ class _Parser:
             end = before.offset + before.num_bytes
             if end > after.offset:
                 raise self.error(
-                    f"tensor {_quoted(after.name)} at byte {after.offset} overlaps "
-                    f"tensor {_quoted(before.name)}, which ends at {end}"
+                    f"tensor {quoted(after.name)} at byte {after.offset} overlaps "
+                    f"tensor {quoted(before.name)}, which ends at {end}"
                 )
         return placed
 
@@ -391,13 +399,13 @@ class _Parser:
         return self.text(self.buffer[start : self.pos], what)
 
     def value(self, kind: int, key: str) -> Any:
-        what = f"the value of key {_quoted(key)}"
+        what = f"the value of key {quoted(key)}"
         if kind == _STRING:
             return self.string(what)
         if kind == _ARRAY:
             return self.unread_array(what)
         if kind not in _SCALARS:
-            raise self.error(f"key {_quoted(key)} has value type {kind}, expected 0 to 12")
+            raise self.error(f"key {quoted(key)} has value type {kind}, expected 0 to 12")
         return self.number(_SCALARS[kind], what)
 
     def unread_array(self, what: str, depth: int = 1) -> _Array:
@@ -451,7 +459,7 @@ class _Parser:
     # Arrays, when somebody wants their elements. They were walked over at opening, so their bounds are right.
 
     def array(self, key: str, array: _Array) -> list[Any]:
-        what = f"the value of key {_quoted(key)}"
+        what = f"the value of key {quoted(key)}"
         if array.kind == _STRING:
             return self.strings(array, what)
         if array.kind == _ARRAY:
@@ -477,10 +485,4 @@ class _Parser:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise self.error(f"{what} is not UTF-8: {_quoted(data)}") from None
-
-
-def _quoted(value: object) -> str:
-    """For messages: names come from the file, so they may be anything and of any length."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+            raise self.error(f"{what} is not UTF-8: {quoted(data)}") from None

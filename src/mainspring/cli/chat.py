@@ -9,13 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mainspring.base.errors import EngineDeadError, EngineError, RequestError
 from mainspring.base.params import SamplingParams
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags
 from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
-from mainspring.cli.session import ENGINE_WORDS, Answer, answer, open_model, say, say_if_odd
+from mainspring.cli.session import (
+    ENGINE_WORDS,
+    Answer,
+    answer,
+    not_utf8,
+    open_model,
+    say,
+    say_if_odd,
+    standard_input,
+)
 
 if TYPE_CHECKING:
     from mainspring.frontend.llm import LLM
@@ -82,16 +91,29 @@ def run(argv: list[str]) -> int:
     given = _parser(argv).read(argv)
     params = sampling_params(given)
     system = getattr(given, "system", None)
+    questions = None if hasattr(given, "prompt") else standard_input()  # before the model is opened
     conversation = Conversation(open_model(given), params, system, unasked_limit(given))
-    if hasattr(given, "prompt"):
+    if questions is None:
         _turn(conversation, given.prompt, given)
-    elif given.json or not sys.stdin.isatty():
-        for line in sys.stdin:  # a program's side: one question a line
-            if line.strip():
-                _turn(conversation, line.rstrip("\n"), given)
+    elif given.json or not questions.isatty():
+        _read(conversation, questions, given)
     else:
         _talk(conversation, given)
     return 0
+
+
+def _read(conversation: Conversation, questions: TextIO, given: argparse.Namespace) -> None:
+    """A program's side: one question a line."""
+    lines = iter(questions)
+    while True:
+        try:
+            line = next(lines, None)
+        except UnicodeDecodeError as error:
+            raise not_utf8(error) from None
+        if line is None:
+            return
+        if line.strip():
+            _turn(conversation, line.rstrip("\n"), given)
 
 
 def _parser(argv: list[str]) -> Parser:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
+import shutil
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from mainspring.base.config import AUTO_MAX_MODEL_LEN, EngineArgs
+from mainspring.base.config import AUTO_MAX_MODEL_LEN, VLLM_ARGUMENTS, EngineArgs
 from mainspring.base.errors import ConfigError
 
 SCALES = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G": 1 << 30}
@@ -46,6 +48,7 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
         )
         self.show_all = SHOW_ALL in argv
+        self.hides_flags = False  # from the everyday help
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -65,6 +68,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{word!r} belongs to no flag; {self.prog} --help lists the flags"
         name = word.partition("=")[0]
+        if known := VLLM_ARGUMENTS.get(name.removeprefix("--").removeprefix("no-").replace("-", "_")):
+            return f"{name} {known}"
         near = nearest(name, self._option_string_actions)
         return f"unknown flag {name}; " + (
             f"did you mean {near}?" if near else f"{self.prog} --help lists the flags"
@@ -73,7 +78,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=100)
+        super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size().columns, 100))
 
 
 def one_spelling(argv: Iterable[str]) -> list[str]:
@@ -122,8 +127,10 @@ def real(text: str) -> float:
 
 def token_ids(text: str) -> list[int]:
     """Ids with commas or spaces between them, or a JSON list."""
+    text = text.strip()
+    inside = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
     try:
-        return [int(word) for word in text.strip().strip("[]").replace(",", " ").split()]
+        return [int(word) for word in re.split(r"\s*,\s*|\s+", inside)] if inside else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected token ids such as 1,2,3, got {text!r}") from None
 
@@ -180,6 +187,7 @@ def add_engine_flags(
     parser: Parser, *, only: Container[str] | None = None, words: Mapping[str, str] | None = None
 ) -> None:
     """One flag for each field of `EngineArgs`, or of those in `only`; `words` are help for this command."""
+    parser.hides_flags = only is None
     group = parser.add_argument_group("model and engine")
     hints = typing.get_type_hints(EngineArgs)
     for setting in fields(EngineArgs):
@@ -204,11 +212,11 @@ def _shown(value: object) -> str:
 
 
 def add_common_flags(parser: Parser) -> None:
+    """The last of a command's flags: the help depends on whether there are any of the engine."""
     group = parser.add_argument_group("and")
     group.add_argument("--json", action="store_true", default=False, help="print for programs")
     group.add_argument(
         "--verbose", action="store_true", default=False, help="log what the engine decides and does"
     )
-    group.add_argument(
-        "--help", "-h", action="help", help="this; --help=all shows every setting of the engine"
-    )
+    more = "; --help=all shows every setting of the engine" if parser.hides_flags else ""
+    group.add_argument("--help", "-h", action="help", help=f"this{more}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from mainspring.base.errors import RequestError
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
 from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
-from mainspring.cli.session import ENGINE_WORDS, answer, open_model, say_if_odd
+from mainspring.cli.session import ENGINE_WORDS, answer, not_utf8, open_model, say_if_odd, standard_input
 
 EXAMPLES = (
     '--prompt "Once upon a time" --max-tokens 40',
@@ -23,13 +22,16 @@ def run(argv: list[str]) -> int:
     given = _parser(argv).read(argv)
     params = sampling_params(given)
     prompt = _prompt(given)  # before the model: what is wrong here is wrong without it
+    if getattr(given, "skip_tokenizer_init", False) and not given.json:
+        raise RequestError("--skip-tokenizer-init leaves no text to show, only token ids; give --json too")
     llm = open_model(given)
     if given.chat:
         prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
     result = answer(llm, prompt, params, show=not given.json)
     if given.json:
         print(json.dumps(result.as_json()))
-    say_if_odd(result, unasked_limit(given))
+    if not getattr(given, "skip_tokenizer_init", False):
+        say_if_odd(result, unasked_limit(given))
     return 0
 
 
@@ -54,7 +56,9 @@ def _parser(argv: list[str]) -> Parser:
 
 def _prompt(given: argparse.Namespace) -> Any:
     """Text, or `{"prompt_token_ids": [...]}`: whichever was given."""
-    if hasattr(given, "prompt") == hasattr(given, "prompt_token_ids"):
+    if hasattr(given, "prompt") and hasattr(given, "prompt_token_ids"):
+        raise RequestError("give --prompt or --prompt-token-ids, not both")
+    if not (hasattr(given, "prompt") or hasattr(given, "prompt_token_ids")):
         raise RequestError(
             "give --prompt TEXT, or --prompt - to read it from standard input, or --prompt-token-ids"
         )
@@ -67,8 +71,6 @@ def _prompt(given: argparse.Namespace) -> Any:
     if given.prompt != "-":
         return given.prompt
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return standard_input().buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(
-            f"standard input is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
-        ) from None
+        raise not_utf8(error) from None

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from mainspring import __version__
-from mainspring.base.errors import CheckpointError, ConfigError, EngineError, RequestError
+from mainspring.base.errors import CheckpointError, ConfigError, EngineError, RequestError, innermost
 from mainspring.cli.dialect import nearest
 
 
@@ -26,7 +28,7 @@ COMMANDS = {
     "chat": Entry("chat", "talk with a model"),
     "generate": Entry("generate", "continue a text"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
-    "bench": Entry("bench", "measure this machine: scheduler, throughput"),
+    "bench": Entry("bench", "measure this machine: scheduler, throughput, startup"),
     "doctor": Entry("doctor", "what mainspring found here: kernels, cores, memory, models"),
 }
 EXAMPLES = """
@@ -36,27 +38,63 @@ start here:
 """
 
 
+NO_MEMORY = (
+    "lower what was set of max_num_batched_tokens, num_gpu_blocks_override and kv_cache_memory_bytes, "
+    "or take a smaller model"
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Entry point of the script `mainspring`."""
+    if sys.stderr is None:  # closed by whoever started us: then `print` would write to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the program runs
+    if sys.stdout is None:
+        return _say("standard output is closed; open it, or send it to a file", 2)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     try:
-        try:
-            status = _run(list(sys.argv[1:] if argv is None else argv))
-        except SystemExit:  # argparse, after showing help
-            status = 0
-        sys.stdout.flush()  # here, where a closed pipe is still our concern
+        status = _status(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a closed pipe or a full disk is still our concern
         return status
+    except BrokenPipeError:
+        _abandon_stdout()
+        return 141
+    except OSError as error:
+        return _say(_failed_stream(error), 1)
+
+
+def _failed_stream(error: OSError) -> str:
+    """What to say of it: most likely nothing more can be written, and then nothing more shall be."""
+    try:
+        sys.stdout.flush()
+    except OSError as still:
+        _abandon_stdout()
+        error = still
+    else:
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            return innermost(error)
+    return f"standard output cannot be written: {error.strerror}"
+
+
+def _abandon_stdout() -> None:
+    """The interpreter flushes at exit and would complain: give it somewhere to flush to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _status(argv: list[str]) -> int:
+    """Run one command, and say what went wrong with it."""
+    try:
+        return _run(argv)
+    except SystemExit:  # argparse, after showing help
+        return 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The interpreter flushes at exit and would complain: give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except (RequestError, ConfigError, CheckpointError) as error:
-        return _say(error, 2)
+        return _say(str(error), 2)
     except EngineError as error:
-        return _say(error, 1)
+        return _say(str(error), 1)
+    except MemoryError as error:  # while an engine starts: later ones are the engine's failures
+        return _say(f"not enough memory ({str(error) or 'no more is known'}): {NO_MEMORY}", 2)
 
 
 def _run(argv: list[str]) -> int:
@@ -83,11 +121,12 @@ def _help() -> str:
         + "\n".join(lines)
         + "\n"
         + EXAMPLES
-        + "\n'mainspring COMMAND --help' tells more of a command, '--help=all' everything.\n"
+        + "\n'mainspring COMMAND --help' tells more of a command, 'COMMAND --help=all' all of it.\n"
     )
 
 
-def _say(error: EngineError, status: int) -> int:
-    """One line, whatever the message looked like."""
-    print("mainspring: " + "; ".join(str(error).splitlines()), file=sys.stderr)
+def _say(message: str, status: int) -> int:
+    """One line, whatever the message looked like; where nothing can be said, the status must do."""
+    with suppress(OSError):
+        print("mainspring: " + "; ".join(message.splitlines()), file=sys.stderr)
     return status

@@ -7,11 +7,11 @@ import secrets
 import sys
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from mainspring.base.errors import EngineError
+from mainspring.base.errors import EngineError, RequestError
 from mainspring.base.log import set_up_logging
 from mainspring.base.params import SamplingParams
 from mainspring.cli.dialect import engine_arguments
@@ -97,6 +97,19 @@ def answer(llm: LLM, prompt: Any, params: SamplingParams, *, show: bool) -> Answ
     return result
 
 
+def standard_input() -> TextIO:
+    """Raises `RequestError` where whoever started the program has closed it."""
+    if sys.stdin is None:
+        raise RequestError("standard input is closed; open it, or give --prompt TEXT")
+    return sys.stdin
+
+
+def not_utf8(error: UnicodeDecodeError) -> RequestError:
+    return RequestError(
+        f"standard input is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+    )
+
+
 def say(words: str) -> None:
     """For the person at the terminal, out of the way of what a program may read."""
     print(f"({words})", file=sys.stderr, flush=True)
@@ -105,9 +118,11 @@ def say(words: str) -> None:
 def say_if_odd(answer: Answer, unasked_limit: int | None) -> None:
     """Words for what an answer cannot say itself: that it is empty, or was cut where nobody asked for it."""
     if not answer.text.strip():
+        count = len(answer.token_ids)
+        tokens = "1 token, which does not show" if count == 1 else f"{count} tokens, none of which shows"
         why = {
             "stop": "the model ended at once; an instruct model may want --chat, or try another prompt",
-            "length": f"{len(answer.token_ids)} tokens, none of which shows as text; raise --max-tokens",
+            "length": f"{tokens} as text; raise --max-tokens",
         }.get(answer.finish_reason or "", f"it ended with {answer.finish_reason}")
         say(f"empty answer: {why}")
     elif answer.finish_reason == "length" and len(answer.token_ids) == unasked_limit:

@@ -18,6 +18,7 @@ import os
 import select
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -232,7 +233,10 @@ def _release(process: subprocess.Popen[bytes], directory: str, owner: int) -> No
 
 
 def _python_path() -> str:
-    """So that the child finds the package that runs here, wherever it was imported from."""
+    """So that the child finds the package that runs here, wherever it was imported from. An installed one it
+    finds by itself, and a folder of packages must not come before the standard library."""
     root = str(Path(mainspring.__file__).parents[1])
-    inherited = os.environ.get("PYTHONPATH")
-    return root if not inherited else os.pathsep.join([root, inherited])
+    inherited = os.environ.get("PYTHONPATH", "")
+    if root in (*site.getsitepackages(), site.getusersitepackages()):
+        return inherited
+    return os.pathsep.join(filter(None, [root, inherited]))

@@ -19,14 +19,18 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mainspring.base.errors import CheckpointError, RequestError
+from mainspring.frontend.template_sandbox import MeteredEnvironment, metered
 from mainspring.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 _MARKS = range(0xF0000, 0xFFFFE)  # characters for private use, of which texts have none or a few
+# What a template may make in all its steps: generous, for some build their text message by message.
+BASE_CHARACTERS = 1 << 26
+CHARACTERS_PER_CHARACTER = 64  # of the request
+MAX_QUOTED = 300  # characters of a template's own words in a refusal
 
 
 class ChatTemplate:
@@ -36,10 +40,15 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         try:
-            self._template = _environment().from_string(source)
+            with metered(BASE_CHARACTERS):
+                self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template is wrong in line {error.lineno}: {error.message}"
+            ) from None
+        except (RecursionError, MemoryError) as error:
+            raise CheckpointError(
+                f"the chat template cannot be compiled: {type(error).__name__}; expected a smaller one"
             ) from None
 
     @classmethod
@@ -100,12 +109,18 @@ class ChatTemplate:
             *before, last = given["messages"]
             given = {**given, "messages": [*before, {**last, "content": last["content"] + end}]}
         values = {"tools": None, "documents": None, **self._tokens, **given}
+        limit = BASE_CHARACTERS + CHARACTERS_PER_CHARACTER * _num_characters(given)
+        pieces = []
         try:
-            rendered = self._template.render(values, add_generation_prompt=add_generation_prompt)
+            with metered(limit) as meter:
+                for piece in self._template.generate(values, add_generation_prompt=add_generation_prompt):
+                    meter.spend(len(piece))
+                    pieces.append(piece)
         except TemplateError as error:
             raise _refused(str(error.message)) from error
         except Exception as error:  # the template is the model's code and may raise anything
             raise _refused(f"{type(error).__name__}: {error}") from error
+        rendered = "".join(pieces)
         if not continue_final:
             return rendered
         head, found, tail = rendered.rpartition(end.rstrip())
@@ -118,7 +133,10 @@ class ChatTemplate:
 
 
 def _refused(what: str) -> RequestError:
-    return RequestError(f"the chat template refuses these messages: {' '.join(what.split())}", "messages")
+    shown = " ".join(what.split())
+    if len(shown) > MAX_QUOTED:
+        shown = shown[: MAX_QUOTED - 3] + "..."
+    return RequestError(f"the chat template refuses these messages: {shown}", "messages")
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
@@ -184,6 +202,18 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def _num_characters(given: dict[str, Any]) -> int:
+    count = 0
+
+    def see(text: str) -> str:
+        nonlocal count
+        count += len(text)
+        return text
+
+    _map_strings(given, see)
+    return count
+
+
 def _unused_mark(given: dict[str, Any]) -> str:
     characters: set[str] = set()
 
@@ -212,11 +242,11 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> MeteredEnvironment:
+    environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _tojson
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

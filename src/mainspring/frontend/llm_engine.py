@@ -50,7 +50,7 @@ def model_facts(file: GGUFFile) -> ModelFacts:
             raise CheckpointError(f"{file.path}: the key {key!r} is missing; is this a language model?")
         return file.metadata[key]
 
-    architecture = str(read("general.architecture"))
+    architecture = _check_architecture(file)
     ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS]
     return ModelFacts(
         path=str(file.path),
@@ -60,6 +60,15 @@ def model_facts(file: GGUFFile) -> ModelFacts:
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
     )
+
+
+def _check_architecture(file: GGUFFile) -> str:
+    from mainspring.checkpoint.architectures import check_architecture
+
+    try:
+        return check_architecture(file.metadata)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
 
 
 def config_facts(model: str, config: Mapping[str, Any]) -> ModelFacts:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.architectures import ARCHITECTURES, check_architecture
+from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
 from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 
 
@@ -88,14 +90,7 @@ LLAMA_NAMES: Mapping[str, str] = {
 
 def from_gguf(metadata: Mapping[str, Any], source: TensorSource) -> Model:
     """Raises `CheckpointError`, one line, for an architecture or a key that is not supported."""
-    architecture = metadata.get("general.architecture")
-    adapter = GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
-    if adapter is None:
-        found = "none" if architecture is None else repr(architecture)[:80]
-        raise CheckpointError(
-            f"general.architecture: found {found}; supported: {', '.join(sorted(GGUF_FAMILIES))}"
-        )
-    return adapter(metadata, source)
+    return GGUF_FAMILIES[check_architecture(metadata)](metadata, source)
 
 
 def _llama(metadata: Mapping[str, Any], source: TensorSource) -> Model:
@@ -103,6 +98,9 @@ def _llama(metadata: Mapping[str, Any], source: TensorSource) -> Model:
     keys = _Keys(metadata, "llama.")
     keys.refuse_unknown(LLAMA_READ, LLAMA_NEUTRAL)
     tensors = set(source.tensor_names)
+    num_layers = keys.count("block_count")
+    if num_layers > (held := _num_layers(tensors)):  # before anything is made of that size
+        raise keys.refusal("block_count", f"at most {held}, the layers that have tensors in the file")
     num_heads = keys.count("attention.head_count")
     hidden = keys.count("embedding_length")
     if "attention.key_length" not in keys and hidden % num_heads:
@@ -131,17 +129,22 @@ def _llama(metadata: Mapping[str, Any], source: TensorSource) -> Model:
         hidden_size=hidden,
         max_position_embeddings=keys.count("context_length"),
         norm_eps=keys.positive("attention.layer_norm_rms_epsilon"),
-        layers=(layer,) * keys.count("block_count"),
+        layers=(layer,) * num_layers,
         tied_embeddings="output.weight" not in tensors,
     )
     names = {
         f"layers.{i}.{role}": f"blk.{i}.{name}.weight"
-        for i in range(len(spec.layers))
+        for i in range(num_layers)
         for role, name in LLAMA_NAMES.items()
     }
     names |= {"embedding": "token_embd.weight", "output_norm": "output_norm.weight", "head": "output.weight"}
     names["rope_factors"] = "rope_freqs.weight"
     return Model(spec, names)
+
+
+def _num_layers(tensors: set[str]) -> int:
+    """How many layers have a tensor in the file, whatever it is."""
+    return len({name.split(".", 2)[1] for name in tensors if name.startswith("blk.")})
 
 
 def _vocabulary(keys: _Keys, source: TensorSource, tensors: set[str]) -> int:
@@ -157,6 +160,7 @@ def _vocabulary(keys: _Keys, source: TensorSource, tensors: set[str]) -> int:
 
 
 GGUF_FAMILIES = {"llama": _llama}
+assert set(GGUF_FAMILIES) == set(ARCHITECTURES)
 
 
 class _Keys:
@@ -176,7 +180,7 @@ class _Keys:
         for key, value in self._values.items():
             if key not in read and value not in neutral.get(key, ()):
                 raise CheckpointError(
-                    f"{self._prefix}{key} is {repr(value)[:80]}: not supported, may change the mathematics"
+                    f"{self._shown(key)} is {quoted(value)}: not supported, may change the mathematics"
                 )
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -198,8 +202,12 @@ class _Keys:
         return value
 
     def refusal(self, key: str, expected: str) -> CheckpointError:
-        found = f"is {repr(self._values[key])[:80]}" if key in self._values else "is missing"
-        return CheckpointError(f"{self._prefix}{key} {found}; expected {expected}")
+        found = f"is {quoted(self._values[key])}" if key in self._values else "is missing"
+        return CheckpointError(f"{self._shown(key)} {found}; expected {expected}")
+
+    def _shown(self, key: str) -> str:
+        name = self._prefix + key
+        return name if name.isprintable() and len(name) <= MAX_QUOTED else quoted(name)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -235,6 +243,7 @@ CONFIG_READ = frozenset(
         "use_cache",
     }
 )
+<<<<<<< HEAD
 CONFIG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
@@ -244,6 +253,9 @@ CONFIG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "rope_scaling": (None,),
 }
+=======
+MAX_LAYERS = 10_000  # that a config may ask for: no file bounds it
+>>>>>>> main
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -280,6 +292,8 @@ def from_config(config: Mapping[str, Any]) -> ModelSpec:
         )
 
     num_layers = keys.count("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise keys.refusal("num_hidden_layers", f"at most {MAX_LAYERS}")
     kinds = keys.get("layer_types", [LAYER_TYPES[window is not None]] * num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise keys.refusal("layer_types", f"a list of num_hidden_layers, {num_layers}")

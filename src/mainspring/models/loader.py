@@ -11,7 +11,7 @@ from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
 from mainspring.models.families import from_config, from_gguf
 from mainspring.models.spec import ModelSpec
-from mainspring.models.weights import dummy_weights, load_weights
+from mainspring.models.weights import check_memory, check_tensors, dummy_weights, load_weights
 
 
 def load_model(config: EngineConfig) -> Decoder:
@@ -26,12 +26,14 @@ def load_model(config: EngineConfig) -> Decoder:
     ops = RefOps(max_rows=config.scheduler.max_num_batched_tokens)
     if config.load_format == "dummy":
         spec = dummy_spec(config.model)
+        check_memory(spec)
         decoder = Decoder(spec, ops)
         dummy_weights(spec, ops, config.seed)
         return decoder
     source = GGUFFile(config.model)
     try:
         model = from_gguf(source.metadata, source)
+        check_tensors(model, source)  # before anything of the announced sizes is made
         decoder = Decoder(model.spec, ops)
         decoder.weights_form = load_weights(model, source, ops)
     except CheckpointError as error:
@@ -47,4 +49,9 @@ def dummy_spec(model: str) -> ModelSpec:
     if is_config(model):
         return from_config(read_config(model))
     with GGUFFile(model) as source:
-        return from_gguf(source.metadata, source).spec
+        try:
+            found = from_gguf(source.metadata, source)
+            check_tensors(found, source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{model}: {error}") from None
+        return found.spec

@@ -23,6 +23,7 @@ import numpy as np
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
 from mainspring.base.memory import free_memory_bytes
+from mainspring.checkpoint.quoting import quoted
 from mainspring.kernels.ops import Floats, LazyWeight, Ops
 from mainspring.models.families import Model, TensorSource
 from mainspring.models.spec import ModelSpec, Part, RopeSpec, weight_table
@@ -44,12 +45,12 @@ class _Job(NamedTuple):
 def load_weights(model: Model, source: TensorSource, ops: Ops, *, memory_bytes: int | None = None) -> str:
     """Give every weight of `model` to `ops`; answers "float32", or "by layer" where they stay quantised.
 
+    To be called after `check_tensors`.
     `memory_bytes` is how much float32 weights may take; default: `MEMORY_SHARE` of what is free.
     Raises `CheckpointError` naming the tensor at fault.
     """
     table = dict(weight_table(model.spec))
-    _account(model, table, source)
-    needed = 4 * sum(math.prod(part.shape) for parts in table.values() for part in parts)
+    needed = _float32_bytes(table)
     allowed = int(MEMORY_SHARE * free_memory_bytes()) if memory_bytes is None else memory_bytes
     by_layer = needed > allowed
     arrays = _arena(table, matrices=not by_layer)
@@ -81,27 +82,42 @@ def dummy_weights(spec: ModelSpec, ops: Ops, seed: int = 0) -> None:
     _add_ropes(spec, ops, None)
 
 
+def check_memory(spec: ModelSpec) -> None:
+    """Raises `CheckpointError` for shapes of which memory cannot hold random weights."""
+    needed, free = _float32_bytes(dict(weight_table(spec))), free_memory_bytes()
+    if needed > free:
+        raise CheckpointError(
+            f"random weights of this shape would take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
+            "of memory are free; use a smaller config"
+        )
+
+
 def rope_handle(rope: RopeSpec) -> str:
     """What a RopeSpec's frequencies are called; equal specs share them."""
     return f"rope.{rope.rotary_dim}.{rope.theta:g}{'.factors' if rope.has_factors else ''}"
 
 
-def _account(model: Model, table: dict[str, tuple[Part, ...]], source: TensorSource) -> None:
-    """Every role has a tensor of its shape, and every tensor a role."""
+def check_tensors(model: Model, source: TensorSource) -> None:
+    """Every role has a tensor of its shape, and every tensor a role. Raises `CheckpointError` naming it."""
     known = set(source.tensor_names)
-    wanted = {model.names[part.role]: part.shape for parts in table.values() for part in parts}
+    parts = (part for _, parts in weight_table(model.spec) for part in parts)
+    wanted = {model.names[part.role]: part.shape for part in parts}
     for name, shape in wanted.items():
         if name not in known:
-            raise CheckpointError(f"tensor {name!r} is missing; expected shape {list(shape)}")
+            raise CheckpointError(f"tensor {quoted(name)} is missing; expected shape {list(shape)}")
         found = tuple(source.info(name).shape)
         if found != shape:
-            raise CheckpointError(f"tensor {name!r} has shape {list(found)}; expected {list(shape)}")
+            raise CheckpointError(f"tensor {quoted(name)} has shape {list(found)}; expected {list(shape)}")
     extra = sorted(known - wanted.keys())
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(
-            f"tensor {extra[0][:80]!r}{more} is in the file; {model.spec.architecture} has no place for it"
+            f"tensor {quoted(extra[0])}{more} is in the file; {model.spec.architecture} has no place for it"
         )
+
+
+def _float32_bytes(table: dict[str, tuple[Part, ...]]) -> int:
+    return 4 * sum(math.prod(part.shape) for parts in table.values() for part in parts)
 
 
 def _arena(table: dict[str, tuple[Part, ...]], *, matrices: bool) -> dict[str, Floats]:
@@ -147,7 +163,7 @@ def _read(jobs: list[_Job], source: TensorSource) -> None:
             finite = np.isfinite(job.out.sum())
         if not finite:
             raise CheckpointError(
-                f"tensor {job.name!r} holds NaN or infinity; expected finite weights: a damaged file?"
+                f"tensor {quoted(job.name)} holds NaN or infinity; expected finite weights: a damaged file?"
             )
 
     with ThreadPoolExecutor(LOAD_THREADS, "weights") as threads:
