@@ -243,7 +243,6 @@ CONFIG_READ = frozenset(
         "use_cache",
     }
 )
-<<<<<<< HEAD
 CONFIG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
@@ -253,9 +252,7 @@ CONFIG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "rope_scaling": (None,),
 }
-=======
 MAX_LAYERS = 10_000  # that a config may ask for: no file bounds it
->>>>>>> main
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
