@@ -274,8 +274,8 @@ def _fetch(entry: CatalogueEntry, path: Path, progress: bool) -> None:
     if found != entry.sha256:
         part.unlink()
         raise CheckpointError(
-            f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: damaged on its way, or not the "
-            f"same file; {way_out}"
+            f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: "
+            f"damaged on its way, or another file; {way_out}"
         )
     part.replace(path)
     _stamp(path).write_text(_stamp_text(entry, path.stat()))
