@@ -305,7 +305,7 @@ def two_forwards_before_the_first_sampling(patch: Patch) -> None:
 
 @mistake
 def abort_during_a_step_booked_after_its_outputs(patch: Patch) -> None:
-    process = EngineCore._process_aborts_queue
+    process = EngineCore.process_aborts_queue
 
     def step(original, self: EngineCore):
         outputs = original(self)
@@ -313,7 +313,7 @@ def abort_during_a_step_booked_after_its_outputs(patch: Patch) -> None:
         return outputs
 
     wrap(patch, EngineCore, "step", step)
-    patch.setattr(EngineCore, "_process_aborts_queue", lambda self: None)
+    patch.setattr(EngineCore, "process_aborts_queue", lambda self: None)
 
 
 @mistake

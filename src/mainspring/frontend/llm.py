@@ -84,7 +84,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **engine_args: Any) -> None:
         if model is not None:
-            engine_args["model"] = os.fspath(model)
+            engine_args["model"] = model
         args = EngineArgs.from_mapping(engine_args)
         self._set_up(LLMEngine.from_engine_args(args), args.chat_template)
 

@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.checkpoint.quoting import quoted
 
 # Token types of the file. What is not named here is ordinary.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
@@ -106,7 +107,7 @@ class Tokenizer:
         """
         if kind not in _KINDS:
             raise CheckpointError(
-                f"pre-tokenizer {kind!r} (key 'tokenizer.ggml.pre') is not supported; "
+                f"pre-tokenizer {quoted(kind)} (key 'tokenizer.ggml.pre') is not supported; "
                 f"supported: {', '.join(_KINDS)}"
             )
         form = _KINDS[kind]()
@@ -173,7 +174,7 @@ class Tokenizer:
         model = read("ggml.model", str)
         if model != "gpt2":
             raise CheckpointError(
-                f"tokenizer {model!r} (key 'tokenizer.ggml.model') is not supported; "
+                f"tokenizer {quoted(model)} (key 'tokenizer.ggml.model') is not supported; "
                 "supported: gpt2 (byte-level BPE)"
             )
         tokens = read_list("ggml.tokens", str)
@@ -319,7 +320,7 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise CheckpointError(
-                f"element {index} of key 'tokenizer.ggml.merges' is {merge!r}, "
+                f"element {index} of key 'tokenizer.ggml.merges' is {quoted(merge)}, "
                 "expected two tokens with a space between"
             )
         pairs.append((left, right))
@@ -330,5 +331,5 @@ def _first_duplicate(tokens: list[str], unused: frozenset[int]) -> str:
     seen: dict[str, int] = {}
     for i, token in enumerate(tokens):
         if i not in unused and seen.setdefault(token, i) != i:
-            return f"tokens {seen[token]} and {i} of key 'tokenizer.ggml.tokens' are both {token!r}"
+            return f"tokens {seen[token]} and {i} of key 'tokenizer.ggml.tokens' are both {quoted(token)}"
     raise AssertionError("there is none")
