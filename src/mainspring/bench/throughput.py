@@ -55,6 +55,7 @@ SCENARIOS = (
 def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All figures; the engine's settings are `EngineArgs` fields."""
     args = EngineArgs.from_mapping(engine_arguments)
+    args.in_process = True  # so that the peak of this process is the engine's
     if args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None:
         args.num_gpu_blocks_override = num_blocks(args.block_size)
     rng = random.Random(0)
