@@ -547,7 +547,8 @@ def test_a_core_that_is_told_to_end_drains(place: Place, timeout_s: float, is_wh
     journal = Journal(*messages, request("late"))
     for message in messages:
         client.add_request(message)
-    journal.take(client.get_output())
+    while not (journal.tokens["a"] and journal.tokens["b"]):  # both have arrived
+        journal.take(client.get_output())
     process = client.process.process
     process.terminate()
     asked_s = time.monotonic()
