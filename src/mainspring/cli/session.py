@@ -94,6 +94,8 @@ def answer(llm: LLM, prompt: Any, params: SamplingParams, *, show: bool) -> Answ
         print()
     if result.error:
         raise EngineError(result.error)
+    if result.finish_reason == "abort":  # not asked for here: Ctrl-C is a KeyboardInterrupt
+        raise EngineError("the engine core was told to end in the middle of this answer")
     return result
 
 

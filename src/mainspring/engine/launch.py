@@ -31,11 +31,12 @@ import msgspec
 import mainspring
 from mainspring.base import errors
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import EngineDeadError, EngineError
+from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.engine.proc import HANDSHAKE_VERSION, Failed, Hello, LaunchConfig, Ready
 
 READY_TIMEOUT_S = 600.0
 KILL_AFTER_S = 5.0  # beyond what draining may take
+MAX_DIRECTORY_BYTES = 90  # a socket's path may have some 107, its name in the folder included
 _Message = Hello | Ready | Failed
 
 
@@ -56,14 +57,15 @@ class CoreProcess:
     ) -> None:
         """Returns once it is ready. Raises what it raised: `ConfigError`, `CheckpointError`, or
         `EngineDeadError` with the process's end and its cause."""
-        self.directory = tempfile.mkdtemp(prefix="mainspring-")  # readable by us alone
+        self.directory = _make_directory()
         self.input_address = f"ipc://{self.directory}/input"
         self.output_addresses = [f"ipc://{self.directory}/output-{i}" for i in range(num_clients)]
         self._shutdown_timeout_s = shutdown_timeout_s
         read_end, write_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mainspring.engine.proc", str(write_end), self.directory],
+                # -P: what lies in the current folder must not be taken for a module.
+                [sys.executable, "-P", "-m", "mainspring.engine.proc", str(write_end), self.directory],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_end,),
                 start_new_session=True,
@@ -119,7 +121,12 @@ class CoreProcess:
             self._shutdown_timeout_s,
             logging.getLevelName(logging.getLogger("mainspring").getEffectiveLevel()),
         )
-        body = msgspec.msgpack.encode(launch)
+        try:
+            body = msgspec.msgpack.encode(launch)
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"a path is not UTF-8 text ({error}): rename it, or set in_process=True"
+            ) from None
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(len(body).to_bytes(4, "little") + body)
@@ -130,6 +137,8 @@ class CoreProcess:
             case Ready() as ready:
                 return ready
             case Failed(kind, cause):
+                if kind.endswith("MemoryError"):  # numpy has one of its own
+                    raise MemoryError(cause)
                 known = getattr(errors, kind, None)
                 if (
                     isinstance(known, type)
@@ -232,11 +241,23 @@ def _release(process: subprocess.Popen[bytes], directory: str, owner: int) -> No
         _end(process, directory, KILL_AFTER_S)
 
 
+def _make_directory() -> str:
+    """A folder for the sockets, readable by us alone. Their paths are bounded by the system."""
+    directory = tempfile.mkdtemp(prefix="mainspring-")
+    if len(os.fsencode(directory)) > MAX_DIRECTORY_BYTES:
+        os.rmdir(directory)
+        raise ConfigError(
+            f"the folder for temporary files is too long for sockets ({tempfile.gettempdir()}): "
+            "set TMPDIR to a shorter one, or in_process=True"
+        )
+    return directory
+
+
 def _python_path() -> str:
     """So that the child finds the package that runs here, wherever it was imported from. An installed one it
     finds by itself, and a folder of packages must not come before the standard library."""
     root = str(Path(mainspring.__file__).parents[1])
-    inherited = os.environ.get("PYTHONPATH", "")
+    inherited = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
     if root in (*site.getsitepackages(), site.getusersitepackages()):
         return inherited
     return os.pathsep.join(filter(None, [root, inherited]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
@@ -12,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import EngineDeadError, innermost
+from mainspring.base.errors import EngineDeadError, EngineError, innermost
 from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, EngineCoreRequest
 from mainspring.engine.client import EngineCoreClient
 from mainspring.engine.conversation import Conversation
@@ -31,6 +32,8 @@ class _Sockets:
         self.requests = context.socket(zmq.PUSH)
         # A stopped core must not stop us: admission has its own limits.
         self.requests.setsockopt(zmq.SNDHWM, 0)
+        # A client that is dropped without `shutdown` must not wait for a core that may be gone.
+        self.requests.setsockopt(zmq.LINGER, 0)
         self.requests.connect(input_address)
         self.outputs = context.socket(zmq.PULL)
         self.outputs.bind(output_address)
@@ -48,6 +51,7 @@ class SyncMPClient(EngineCoreClient):
         self._talk = Conversation()
         self._early: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
         self._unfinished: set[str] = set()
+        self._owner = os.getpid()
         self.process = CoreProcess(config, shutdown_timeout_s=shutdown_timeout_s)
         self.max_model_len = self.process.ready.max_model_len
         self._context = zmq.Context()
@@ -71,13 +75,14 @@ class SyncMPClient(EngineCoreClient):
         return answer.result()
 
     def get_output(self) -> EngineCoreOutputs:
-        """Waits for news; empty at once when no request is live."""
+        """Waits for news, but not for ever, so that a caller can be interrupted: empty after `WATCH_S`, and
+        at once when no request is live."""
         self._talk.check_alive()
         news = self._early.popleft() if self._early else None
-        while news is None:
-            if not self._unfinished:
-                return EngineCoreOutputs()
+        if news is None and self._unfinished:
             news = self._receive()
+        if news is None:
+            return EngineCoreOutputs()
         self._unfinished.difference_update(o.request_id for o in news.outputs if o.finish_reason is not None)
         return news
 
@@ -88,13 +93,22 @@ class SyncMPClient(EngineCoreClient):
         self._context.term()
 
     def _send(self, frames: list[bytes]) -> None:
+        self._check_owner()
         self._sockets.requests.send_multipart(frames)
 
+    def _check_owner(self) -> None:
+        """Sockets do not survive a fork: a child that used ours would wait for ever."""
+        if os.getpid() != self._owner:
+            raise EngineError("this engine belongs to the process that made it; make another after the fork")
+
     def _receive(self) -> EngineCoreOutputs | None:
-        """The next message. What a dead core has said before is read to its end first."""
-        while not self._sockets.outputs.poll(int(WATCH_S * 1000)):
+        """The next message; None if none came for `WATCH_S`, or if it was an answer. What a dead core has
+        said before is read to its end first."""
+        self._check_owner()
+        if not self._sockets.outputs.poll(int(WATCH_S * 1000)):
             if (end := self.process.how_it_ended()) is not None and not self._sockets.outputs.poll(0):
                 raise self._talk.died(end)
+            return None
         return self._talk.hear(self._sockets.outputs.recv_multipart())
 
 

@@ -368,5 +368,6 @@ def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(status)  # daemon threads may hold what the interpreter's own end would wait for
