@@ -272,6 +272,40 @@ async def _handle_outputs(client: AsyncClient, streams: _Streams) -> None:
     await client.shutdown()  # nobody will read it again
 
 
+class RequestStream:
+    """The answer to one request as it comes, for one reader: `async for output in stream`, until an output is
+    finished. Closing it before that is an abort; after that it does nothing."""
+
+    __slots__ = ("_client", "_is_over", "_stream", "_streams")
+
+    def __init__(self, client: AsyncClient, streams: _Streams, stream: _Stream) -> None:
+        self._client = client
+        self._streams = streams
+        self._stream = stream
+        self._is_over = False  # its last item was read
+
+    @property
+    def is_live(self) -> bool:
+        """Something may still come of it from the core."""
+        return self._stream.is_live
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises `EngineDeadError` when the core has ended."""
+        if self._is_over:
+            raise StopAsyncIteration
+        output = await self._stream.get()
+        self._is_over = output.finished
+        return output
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        if internal_ids := self._streams.close(self._stream):
+            await self._client.abort_requests(internal_ids)
+
+
 # -- the engine ----------------------------------------------------------------------------------------------
 
 
@@ -347,24 +381,40 @@ class AsyncLLM:
         `RequestError` for what can never be served, `QueueOverflowError` for what cannot be served now (in
         both cases nothing was added), `EngineDeadError` when the core has ended.
         """
+        stream = await self.add_request(
+            request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """`generate` in two steps, for callers who must know that a request was accepted before its first
+        output is there. Raises as it does; the stream must be closed."""
         client = self._attached()
         params = SamplingParams() if sampling_params is None else sampling_params
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
         text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)
         self._streams.admission.judge(len(requests), sum(len(r.prompt_token_ids) for r in requests))
-        stream = self._streams.open(request_id, text, requests)
+        stream = RequestStream(client, self._streams, self._streams.open(request_id, text, requests))
         try:
             for request in requests:
                 if stream.is_live:  # it may be aborted while one is sent
                     await client.add_request(request)
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            if internal_ids := self._streams.close(stream):
-                await client.abort_requests(internal_ids)
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
 
     def encode(
         self, prompt: Prompt, pooling_params: object, request_id: str
@@ -453,6 +503,11 @@ class AsyncLLM:
         return str(await self.call(Profile(False)))
 
     # --- life and death -------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together, as fitted to memory."""
+        return self._input_processor.max_model_len
 
     @property
     def is_running(self) -> bool:

@@ -69,6 +69,11 @@ class InputProcessor:
         self._clock = clock
         self._special_texts = {} if tokenizer is None else special_texts(tokenizer)
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._max_model_len
+
     def process(
         self,
         request_id: str,
