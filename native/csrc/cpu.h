@@ -1,0 +1,17 @@
+// Which variants this processor can run, how many threads may be used, and which variant is used.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace mainspring {
+
+// All compiled variants, slowest first.
+const std::vector<const Kernels*>& all_variants();
+bool can_run(const Kernels& variant);  // by cpuid and what the system saves of the registers
+const Kernels* find_variant(const std::string& name);  // null: there is none of that name
+int num_usable_cpus();  // of the affinity mask, limited by the cgroup's quota; at least 1
+
+}  // namespace mainspring

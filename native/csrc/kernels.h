@@ -1,0 +1,132 @@
+// What the instruction-set variants offer, and the shapes of what they work on.
+//
+// Theory of operation.
+// - csrc/variant.cpp is compiled once per instruction set. Each gives one `Kernels`, a table of functions; the
+//   rest of the library is compiled for any x86-64 and calls through the table that cpu.cpp chose.
+// - A kernel is called by one thread for one piece of work and knows neither threads nor batches. Everything
+//   that is shared between threads is read only, or is this piece's own to write.
+// - The order in which an output's terms are added is a function of its operands' shapes alone: never of how
+//   many rows, panels or threads there are. So a row's result is the same bits alone and in any batch.
+//
+// A variant must not instantiate a template or an inline function of the C++ library: the linker keeps one copy
+// of it for all variants, and that copy may hold instructions that another machine lacks.
+#pragma once
+
+#include <cstdint>
+
+namespace mainspring {
+
+constexpr int kLanes = 16;  // output columns of a panel: the lanes of every vector here
+constexpr int kBlock = 32;  // weights along a row that share a scale, and activations that do
+
+// How the weights of a matrix are held. Rows of the matrix (outputs) are grouped in panels of kLanes, the last
+// one padded with zeros. Inside a panel:
+//   F32, F16, BF16  [columns][kLanes]: 16 outputs' weights for one input lie side by side.
+//   Q8              [columns / 4][kLanes][4] bytes: four inputs' codes of an output make one 32-bit word.
+//   Q4              [columns / 32][4][kLanes][4] bytes: byte (j, lane, i) of a block of 32 holds in its low
+//                   nibble the code of input 4 * j + i and in its high nibble that of input 16 + 4 * j + i.
+// A code is unsigned. Its value is scale * (code - offset), or scale * code + min where there are mins.
+enum class Form : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
+
+struct Matrix {
+  Form form;
+  int32_t rows;            // outputs
+  int32_t columns;         // inputs; a multiple of kBlock for Q8 and Q4
+  int32_t offset;          // of Q8 and Q4 without mins
+  const uint8_t* codes;    // panel p begins at codes + p * codes_stride; 64-byte aligned
+  const uint16_t* scales;  // fp16 [panels][columns / kBlock][kLanes]; null for F32, F16, BF16
+  const uint16_t* mins;    // fp16, as scales; may be null
+  int64_t codes_stride;    // bytes
+};
+
+// Activations as integers: per row and kBlock inputs one scale. A value is scale * (high * 256 + low) where
+// there is a low part (16 bits), else scale * high (8 bits).
+struct Encoded {
+  int8_t* high;        // [rows][columns]
+  int8_t* low;         // [rows][columns], or null
+  float* scales;       // [rows][columns / kBlock]
+  int32_t* code_sums;  // [rows][columns / kBlock]: sum of the integers of a block
+  int32_t columns;
+};
+
+// What a linear kernel reads: floats for F32, F16 and BF16 weights, encoded rows for Q8 and Q4.
+struct Input {
+  const float* rows;  // [rows][columns], or null
+  Encoded encoded;    // `high` is null where `rows` is not
+};
+
+// ---- attention ------------------------------------------------------------------------------------------
+
+// K and V of one layer. Block b begins at data + b * block_stride; in it, per KV head:
+//   K  [block_size / 16][head_size][16 tokens], V  [block_size][head_size], of `form`;
+//   and for Int8 a float per token: [block_size] scales of K, [block_size] scales of V.
+enum class KVForm : int32_t { F32 = 0, F16 = 1, I8 = 2 };
+
+struct KVCache {
+  uint8_t* data;
+  int64_t block_stride;  // bytes
+  KVForm form;
+  int32_t block_size;  // tokens, a multiple of 16
+  int32_t num_kv_heads;
+  int32_t head_size;
+};
+
+struct AttentionShape {
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_size;
+  float scale;
+  int32_t window;   // a token sees itself and the window - 1 before it; 0: all before it
+  float soft_cap;   // cap * tanh(score / cap); 0: none
+  bool causal;
+};
+
+struct AttentionPlan;  // attention_plan.h
+
+struct AttentionArgs {
+  const AttentionPlan* plan;
+  const float* q;  // row t's query heads begin at q + t * q_stride
+  int64_t q_stride;
+  float* out;  // [tokens][num_heads * head_size]; may be null if encoded.high is not
+  Encoded encoded;
+  KVCache cache;
+  AttentionShape shape;
+  float* partials;  // plan's scratch
+};
+
+// ---- the table --------------------------------------------------------------------------------------------
+
+struct Kernels {
+  const char* name;
+
+  // tile[r][16 * p + lane] = row `row + r` of the input times row 16 * (panel + p) + lane of the matrix, for
+  // num_rows rows and num_panels panels. `tile` is contiguous, 64-byte aligned, and overwritten.
+  void (*linear)(const Matrix&, const Input&, int row, int num_rows, int panel, int num_panels, float* tile);
+
+  // Encode `count` floats, a multiple of kBlock, as columns [column, column + count) of row `row`.
+  void (*encode)(const float* x, int count, const Encoded&, int row, int column);
+
+  // out[columns] = row `row` of the matrix.
+  void (*embed)(const Matrix&, int row, float* out);
+
+  void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
+  void (*add)(float* out, const float* x, int count);                              // out += x
+  void (*silu_mul)(const float* gate, const float* up, int count, float* out);     // silu(gate) * up
+  // Turn `num_heads` heads in place: pair i of n by (cosines[i], sines[i]).
+  void (*rope)(float* heads, const float* cosines, const float* sines, int n, int num_heads, int head_size,
+               bool interleaved);
+
+  // Keep one token's keys and values (kv: num_kv_heads * head_size of each) at slot block * block_size + i.
+  void (*write_kv)(const KVCache&, const float* kv, int64_t slot);
+  // Compute unit `unit` of the plan. `scratch`: the thread's own, kAttentionScratch floats, 64-byte aligned.
+  void (*attend)(const AttentionArgs&, int unit, float* scratch);
+
+  // The index of the largest of `count` floats, the first among equals, of those that `mask` allows (bit t of
+  // it; null: all); its value goes to *value. A NaN wins over everything. -1 where none is allowed.
+  int (*argmax)(const float* x, int count, const uint32_t* mask, float* value);
+};
+
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+
+}  // namespace mainspring

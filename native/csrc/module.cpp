@@ -1,0 +1,17 @@
+// The Python face: one extension module, each part of which binds its own.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_linear(nb::module_&);
+void bind_attention(nb::module_&);
+void bind_sampling(nb::module_&);
+void bind_program(nb::module_&);
+
+NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);
+  bind_program(m);
+  bind_linear(m);
+  bind_attention(m);
+  bind_sampling(m);
+}

@@ -1,0 +1,184 @@
+// 16 lanes in two 256-bit registers. The twin of avx512.h: the same names, the same results per lane.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct F32 {
+  __m256 lo, hi;
+};
+struct I32 {
+  __m256i lo, hi;
+};
+struct Bytes {  // 64 of them: four per lane
+  __m256i lo, hi;
+};
+
+inline F32 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline I32 splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline I32 load(const int32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+inline F32 load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+inline F32 load_bf16(const uint16_t* p) {
+  auto half = [](const uint16_t* q) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)q)), 16));
+  };
+  return {half(p), half(p + 8)};
+}
+inline F32 load_i8(const int8_t* p) {
+  auto half = [](const int8_t* q) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
+  };
+  return {half(p), half(p + 8)};
+}
+inline void store(float* p, F32 x) {
+  _mm256_storeu_ps(p, x.lo);
+  _mm256_storeu_ps(p + 8, x.hi);
+}
+inline void store(int32_t* p, I32 x) {
+  _mm256_storeu_si256((__m256i*)p, x.lo);
+  _mm256_storeu_si256((__m256i*)(p + 8), x.hi);
+}
+inline void store_half(uint16_t* p, F32 x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT;
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.lo, kNearest));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.hi, kNearest));
+}
+inline void store_low_bytes(int8_t* p, I32 x) {
+  const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                        0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  auto half = [&](int8_t* q, __m256i y) {
+    y = _mm256_shuffle_epi8(y, pick);
+    __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    _mm_storel_epi64((__m128i*)q, both);
+  };
+  half(p, x.lo);
+  half(p + 8, x.hi);
+}
+
+#define BOTH(type, f) \
+  type { f(a.lo), f(a.hi) }
+#define PAIR(type, f) \
+  type { f(a.lo, b.lo), f(a.hi, b.hi) }
+inline F32 operator+(F32 a, F32 b) { return PAIR(F32, _mm256_add_ps); }
+inline F32 operator-(F32 a, F32 b) { return PAIR(F32, _mm256_sub_ps); }
+inline F32 operator*(F32 a, F32 b) { return PAIR(F32, _mm256_mul_ps); }
+inline F32 operator/(F32 a, F32 b) { return PAIR(F32, _mm256_div_ps); }
+inline I32 operator+(I32 a, I32 b) { return PAIR(I32, _mm256_add_epi32); }
+inline F32 max(F32 a, F32 b) { return PAIR(F32, _mm256_max_ps); }
+inline F32 min(F32 a, F32 b) { return PAIR(F32, _mm256_min_ps); }
+inline F32 to_float(I32 a) { return BOTH(F32, _mm256_cvtepi32_ps); }
+inline I32 round_to_int(F32 a) { return BOTH(I32, _mm256_cvtps_epi32); }
+#undef BOTH
+#undef PAIR
+inline F32 fma(F32 a, F32 b, F32 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32 fnma(F32 a, F32 b, F32 c) {
+  return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32 abs(F32 a) {
+  const __m256 rest = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(a.lo, rest), _mm256_and_ps(a.hi, rest)};
+}
+template <int kBits>
+inline I32 shift_left(I32 a) {
+  return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
+}
+template <int kBits>
+inline I32 shift_right(I32 a) {
+  return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
+}
+
+// lane += four unsigned bytes times four signed bytes, the same for all lanes. Exact for any bytes: even and odd
+// ones are widened to 16 bits first, for the byte product of this instruction set saturates.
+inline I32 dot(I32 sum, Bytes codes, int32_t word) {
+  const __m256i w = _mm256_set1_epi32(word);
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd = _mm256_srai_epi16(w, 8);
+  auto half = [&](__m256i s, __m256i c) {
+    const __m256i c_even = _mm256_and_si256(c, _mm256_set1_epi16(255)), c_odd = _mm256_srli_epi16(c, 8);
+    return _mm256_add_epi32(
+        s, _mm256_add_epi32(_mm256_madd_epi16(c_even, even), _mm256_madd_epi16(c_odd, odd)));
+  };
+  return {half(sum.lo, codes.lo), half(sum.hi, codes.hi)};
+}
+inline Bytes load_bytes(const uint8_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+inline Bytes low_nibbles(Bytes b) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(b.lo, low), _mm256_and_si256(b.hi, low)};
+}
+inline Bytes high_nibbles(Bytes b) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(b.lo, 4), low), _mm256_and_si256(_mm256_srli_epi16(b.hi, 4), low)};
+}
+
+// Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.
+inline float sum(F32 a) {
+  __m256 h = _mm256_add_ps(a.lo, a.hi);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+inline float largest(F32 a) {
+  __m256 h = _mm256_max_ps(a.lo, a.hi);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+inline int32_t sum(I32 a) {
+  __m256i h = _mm256_add_epi32(a.lo, a.hi);
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+
+inline F32 power_of_two(F32 k) {
+  auto half = [](__m256 x) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
+  };
+  return {half(k.lo), half(k.hi)};
+}
+inline F32 round(F32 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
+}
+
+using Mask = uint32_t;  // bit i: lane i
+inline Mask first_lanes(int count) { return count >= 16 ? 0xffffu : (1u << count) - 1; }
+inline __m256i spread(Mask m) {  // bit i to all bits of lane i, of eight
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bits), bits);
+}
+inline F32 select(Mask m, F32 yes, F32 no) {
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_castsi256_ps(spread(m))),
+          _mm256_blendv_ps(no.hi, yes.hi, _mm256_castsi256_ps(spread(m >> 8)))};
+}
+inline F32 load_masked(Mask m, const float* p) {
+  return {_mm256_maskload_ps(p, spread(m)), _mm256_maskload_ps(p + 8, spread(m >> 8))};
+}
+inline void store_masked(Mask m, float* p, F32 x) {
+  _mm256_maskstore_ps(p, spread(m), x.lo);
+  _mm256_maskstore_ps(p + 8, spread(m >> 8), x.hi);
+}
+template <int kPredicate>
+inline Mask compare(F32 a, F32 b) {
+  return (Mask)_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, kPredicate)) |
+         (Mask)_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, kPredicate)) << 8;
+}
+inline Mask greater(F32 a, F32 b) { return compare<_CMP_GT_OQ>(a, b); }
+inline Mask not_less(F32 a, F32 b) { return compare<_CMP_GE_OQ>(a, b); }
+inline Mask equal(F32 a, F32 b) { return compare<_CMP_EQ_OQ>(a, b); }
+inline Mask is_nan(F32 a) { return compare<_CMP_UNORD_Q>(a, a); }
+
+}  // namespace

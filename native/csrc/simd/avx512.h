@@ -1,0 +1,96 @@
+// 16 lanes in one 512-bit register. The twin of avx2.h: the same names, the same results per lane.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct F32 {
+  __m512 v;
+};
+struct I32 {
+  __m512i v;
+};
+struct Bytes {  // 64 of them: four per lane
+  __m512i v;
+};
+
+inline F32 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline I32 splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline I32 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline F32 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline F32 load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline F32 load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+inline void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
+inline void store(int32_t* p, I32 x) { _mm512_storeu_si512(p, x.v); }
+inline void store_half(uint16_t* p, F32 x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// The low byte of every lane: 16 bytes.
+inline void store_low_bytes(int8_t* p, I32 x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
+
+inline F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }    // a * b + c
+inline F32 fnma(F32 a, F32 b, F32 c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a * b
+inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline I32 round_to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }  // to nearest, ties to even
+template <int kBits>
+inline I32 shift_left(I32 a) {
+  return {_mm512_slli_epi32(a.v, kBits)};
+}
+template <int kBits>
+inline I32 shift_right(I32 a) {  // arithmetic
+  return {_mm512_srai_epi32(a.v, kBits)};
+}
+
+// lane += the four unsigned bytes of `codes` times the four signed bytes of `word`, the same for all lanes.
+inline I32 dot(I32 sum, Bytes codes, int32_t word) {
+  return {_mm512_dpbusd_epi32(sum.v, codes.v, _mm512_set1_epi32(word))};
+}
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes b) { return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))}; }
+
+// Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.
+inline float sum(F32 a) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
+inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
+
+// 2^k for k held as a float, -126 <= k <= 127.
+inline F32 power_of_two(F32 k) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(k.v), _mm512_set1_epi32(127)), 23))};
+}
+inline F32 round(F32 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+using Mask = uint32_t;  // bit i: lane i
+inline Mask first_lanes(int count) { return count >= 16 ? 0xffffu : (1u << count) - 1; }
+inline F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps((__mmask16)m, no.v, yes.v)}; }
+inline F32 load_masked(Mask m, const float* p) { return {_mm512_maskz_loadu_ps((__mmask16)m, p)}; }  // others: 0
+inline void store_masked(Mask m, float* p, F32 x) { _mm512_mask_storeu_ps(p, (__mmask16)m, x.v); }
+inline Mask greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+inline Mask not_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+inline Mask equal(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline Mask is_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
+
+}  // namespace
