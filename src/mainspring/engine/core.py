@@ -235,6 +235,10 @@ class EngineCore:
         result = step.result()
         self.process_aborts_queue()
         outputs = self.scheduler.update_from_output(step.plan, result)
+        if outputs:
+            stats = self.scheduler.stats()
+            for said in outputs.values():
+                said.scheduler_stats = stats
         self._in_flight.popleft()
         if self._in_flight and self._in_flight[-1].waits_for_mask:
             self._send_sampling(self._in_flight[-1])

@@ -10,31 +10,28 @@ Rules.
    and is told to the core as an abort. The others do not notice (case B008).
 4. The text ends at a stop string, which only this floor can see; the core is told by an abort.
 5. A state keeps its request and every token received, so the core can be thrown away: see `journal`.
+6. Whatever ends a state is counted where it is forgotten, in one place (`stats.py`, rule 3). A fault of the
+   counting is logged, and hurts nobody's answer there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from mainspring.base.errors import innermost
 from mainspring.base.log import get_logger
-from mainspring.base.messages import (
-    EngineCoreEvent,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    EventType,
-    FinishReason,
-)
-from mainspring.base.outputs import CompletionOutput, RequestMetrics, RequestOutput, SampleLogprobs
+from mainspring.base.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from mainspring.base.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from mainspring.base.params import RequestOutputKind
 from mainspring.base.protocols import Clock
 from mainspring.frontend.detokenizer import Detokenizer, TokenBytes, special_texts
 from mainspring.frontend.logprobs import TokenTexts, sum_of_chosen, to_positions, to_prompt_positions
 from mainspring.frontend.parallel_sampling import ParentRequest
+from mainspring.frontend.stats import FinishedRequest, FrontendStats, RequestTally, Times
 
 if TYPE_CHECKING:
     from mainspring.frontend.tokenizer import Tokenizer
@@ -60,10 +57,10 @@ class RequestState:
         "num_sent",
         "parent",
         "prompt_logprobs_received",
-        "queued_s",
         "request",
         "stop_reason",
         "text",
+        "times",
         "token_ids",
     )
 
@@ -85,7 +82,7 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.prompt_logprobs_received = False
-        self.queued_s: float | None = None
+        self.times = Times()
 
     def is_due(self) -> bool:
         """Whether the caller gets something now: see `SamplingParams.output_kind` and `stream_interval`."""
@@ -130,8 +127,10 @@ class OutputProcessor:
     def __init__(
         self, tokenizer: Tokenizer | None, *, clock: Clock = time.monotonic, log_stats: bool = False
     ) -> None:
+        """With `log_stats` everything is counted, and outputs carry `RequestMetrics`."""
+        self.stats: FrontendStats | None = FrontendStats() if log_stats else None
+        self.on_finished: Callable[[FinishedRequest], None] | None = None  # called if there are statistics
         self._clock = clock
-        self._log_stats = log_stats
         self._states: dict[str, RequestState] = {}
         self._ids_of: dict[str, set[str]] = {}  # the caller's id -> internal ids of live requests
         self._special_texts: dict[str, int] = {}
@@ -142,9 +141,19 @@ class OutputProcessor:
             self._texts = TokenTexts(self._token_bytes[False])
             self._special_texts = special_texts(tokenizer)
 
-    def add_request(self, request_id: str, prompt: str | None, children: list[EngineCoreRequest]) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        children: list[EngineCoreRequest],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Expect outputs for `children`, the sequences that answer the caller's `request_id`."""
-        parent = ParentRequest(request_id, prompt, children[0], len(children), self._log_stats)
+        tally = None
+        if self.stats is not None:
+            tally = RequestTally(request_id, children[0], len(children), trace_headers or {})
+            self.stats.num_begun += len(children)
+        parent = ParentRequest(request_id, prompt, children[0], len(children), tally)
         for index, request in enumerate(children):
             state = RequestState(request, parent, index, self._make_detokenizer(request))
             self._states[request.request_id] = state
@@ -155,14 +164,18 @@ class OutputProcessor:
         """Sequences, not callers' requests."""
         return len(self._states)
 
-    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+    def process_outputs(
+        self, outputs: Iterable[EngineCoreOutput], timestamp_s: float = 0.0
+    ) -> ProcessedOutputs:
+        """`timestamp_s`: when the core said them, by its clock; 0: it did not say, so now."""
+        timestamp_s = timestamp_s or self._clock()
         processed = ProcessedOutputs([], [])
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
                 continue
             try:
-                self._receive(state, output)
+                self._receive(state, output, timestamp_s)
                 given = state.parent.collect(state.completion()) if state.is_due() else None
             except Exception as error:
                 logger.exception("request %s failed in the front end", output.request_id)
@@ -186,10 +199,13 @@ class OutputProcessor:
                 self._forget(state)
         return internal
 
-    def forget_all(self) -> None:
-        """The core is gone and nobody will go on."""
-        self._states.clear()
-        self._ids_of.clear()
+    def forget_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
+        """The core is gone and nobody will go on; `reason` is what their callers are told."""
+        for state in list(self._states.values()):
+            state.finish_reason = reason
+            self._forget(state)
+        if self.stats is not None:
+            self.stats.core_ended()
 
     def journal(self) -> list[EngineCoreRequest]:
         """What another core must be given to go on with every live request, in order of arrival.
@@ -205,7 +221,7 @@ class OutputProcessor:
             return None
         return Detokenizer(self._token_bytes[params.skip_special_tokens], request.prompt_token_ids, params)
 
-    def _receive(self, state: RequestState, output: EngineCoreOutput) -> None:
+    def _receive(self, state: RequestState, output: EngineCoreOutput, timestamp_s: float) -> None:
         """Book what came, up to where it ends. Order matters: the end decides how many tokens count."""
         parent = state.parent
         if output.num_cached_tokens is not None and parent.num_cached_tokens is None:
@@ -217,12 +233,12 @@ class OutputProcessor:
         state.error = output.error
         token_ids = self._read(state, output.new_token_ids)
         state.token_ids += token_ids
+        if self.stats is not None:
+            self._measure(self.stats, state, output, len(token_ids), timestamp_s)
         if state.logprobs is not None and output.new_logprobs is not None:
             new = output.new_logprobs
             state.logprobs += to_positions(new, self._texts, len(token_ids))
             state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum_of_chosen(new, len(token_ids))
-        if parent.metrics is not None:
-            self._measure(state, parent.metrics, output.events or ())
 
     def _read(self, state: RequestState, token_ids: list[int]) -> list[int]:
         """Tokens to text. Returns those that belong to the answer: a stop string may end it sooner."""
@@ -248,20 +264,34 @@ class OutputProcessor:
         return next((text for text in stop or () if self._special_texts.get(text) == token_id), None)
 
     def _measure(
-        self, state: RequestState, metrics: RequestMetrics, events: Iterable[EngineCoreEvent]
+        self,
+        stats: FrontendStats,
+        state: RequestState,
+        output: EngineCoreOutput,
+        num_tokens: int,
+        timestamp_s: float,
     ) -> None:
-        since_arrival_s = self._clock() - metrics.arrival_time_s
-        if metrics.time_to_first_token_s is None and state.token_ids:
-            metrics.time_to_first_token_s = since_arrival_s
+        """Count what came, of which `num_tokens` belong to the answer, and write the caller's figures."""
+        parent, times = state.parent, state.times
+        assert parent.tally is not None
+        assert parent.metrics is not None
+        since_arrival_s = self._since_arrival_s(state)
+        if output.events:
+            num_before = times.num_preemptions
+            times.note(output.events)
+            parent.metrics.num_preemptions += times.num_preemptions - num_before
+        if parent.metrics.queue_time_s is None:
+            parent.metrics.queue_time_s = times.queue_s
+        if output.new_token_ids:
+            if parent.metrics.time_to_first_token_s is None:
+                parent.metrics.time_to_first_token_s = since_arrival_s
+                stats.prompt_read(parent.tally, parent.num_cached_tokens or 0, since_arrival_s)
+            stats.tokens_came(times, num_tokens, timestamp_s, since_arrival_s)
         if state.finish_reason is not None:
-            metrics.e2e_latency_s = since_arrival_s  # of several answers the last one's stays
-        for event in events:
-            if event.type == EventType.QUEUED:
-                state.queued_s = event.timestamp_s
-            elif event.type == EventType.PREEMPTED:
-                metrics.num_preemptions += 1
-            elif metrics.queue_time_s is None and state.queued_s is not None:
-                metrics.queue_time_s = event.timestamp_s - state.queued_s
+            parent.metrics.e2e_latency_s = since_arrival_s  # of several answers the last one's stays
+
+    def _since_arrival_s(self, state: RequestState) -> float:
+        return max(0.0, self._clock() - state.request.arrival_time_s)
 
     def _fail(self, state: RequestState, cause: str) -> RequestOutput | None:
         """End one request after a fault of ours: with the tokens it has, without reading any text again."""
@@ -274,11 +304,29 @@ class OutputProcessor:
         return state.parent.collect(completion)
 
     def _forget(self, state: RequestState) -> None:
+        """The one end of every state. Without a finish reason its caller has left."""
         del self._states[state.request.request_id]
         siblings = self._ids_of[state.parent.request_id]
         siblings.discard(state.request.request_id)
         if not siblings:
             del self._ids_of[state.parent.request_id]
+        try:
+            self._count_end(state)
+        except Exception:
+            logger.exception("the end of request %s is not counted", state.request.request_id)
+
+    def _count_end(self, state: RequestState) -> None:
+        tally = state.parent.tally
+        if self.stats is None or tally is None:
+            return
+        reason = FinishReason.ABORT if state.finish_reason is None else state.finish_reason
+        since_arrival_s, num_tokens = self._since_arrival_s(state), len(state.token_ids)
+        self.stats.answer_ended(reason, state.times, num_tokens, since_arrival_s)
+        tally.add_end(reason, state.times, num_tokens)
+        if tally.is_over:
+            self.stats.request_ended(tally)
+            if self.on_finished is not None:
+                self.on_finished(tally.finished(since_arrival_s))
 
 
 def _as_continued(state: RequestState) -> EngineCoreRequest:

@@ -15,6 +15,7 @@ import msgspec
 from mainspring.base.messages import EngineCoreRequest
 from mainspring.base.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
 from mainspring.base.params import MAX_SEED, RequestOutputKind
+from mainspring.frontend.stats import RequestTally
 
 
 def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -50,11 +51,18 @@ class ParentRequest:
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "tally",
     )
 
     def __init__(
-        self, request_id: str, prompt: str | None, request: EngineCoreRequest, n: int, log_stats: bool
+        self,
+        request_id: str,
+        prompt: str | None,
+        request: EngineCoreRequest,
+        n: int,
+        tally: RequestTally | None = None,
     ) -> None:
+        """With a `tally`, statistics are kept, and the caller sees its `RequestMetrics`."""
         self.request_id = request_id  # the caller's
         self.prompt = prompt
         self.prompt_token_ids = request.prompt_token_ids
@@ -64,7 +72,8 @@ class ParentRequest:
         # A prompt of one token has no position that could be judged, so the core has nothing to say of it.
         has_none = request.sampling_params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1
         self.prompt_logprobs: PromptLogprobs | None = [None] if has_none else None
-        self.metrics = RequestMetrics(request.arrival_time_s) if log_stats else None
+        self.tally = tally
+        self.metrics = None if tally is None else RequestMetrics(request.arrival_time_s)
         self._finished: list[CompletionOutput] = []  # FINAL_ONLY: ready, waiting for the others
 
     def collect(self, completion: CompletionOutput) -> RequestOutput | None:
