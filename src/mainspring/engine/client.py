@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mainspring.base.config import EngineConfig
 from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, EngineCoreRequest
@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     from mainspring.engine.mp_client import AsyncMPClient
 
 
+class CacheFacts(NamedTuple):
+    """What a core has made of its KV memory."""
+
+    num_gpu_blocks: int  # the null block counted
+    block_size: int  # tokens
+    enable_prefix_caching: bool
+
+
 class EngineCoreClient(ABC):
     """The same for every kind. After `shutdown`, or once the core has died, every method but `shutdown`
     raises `EngineDeadError`."""
 
     max_model_len: int  # as fitted to the memory
+    cache_facts: CacheFacts
 
     @staticmethod
     def make_client(
@@ -70,6 +79,8 @@ class InprocClient(EngineCoreClient):
     def __init__(self, built: Built) -> None:
         self.built = built
         self.max_model_len = built.max_model_len
+        layout = built.kv_config
+        self.cache_facts = CacheFacts(layout.num_blocks, layout.block_size, built.enable_prefix_caching)
         self._core = built.core
         self._early: deque[EngineCoreOutputs] = deque()  # said while a command was waited for
 

@@ -54,6 +54,7 @@ class SyncMPClient(EngineCoreClient):
         self._owner = os.getpid()
         self.process = CoreProcess(config, shutdown_timeout_s=shutdown_timeout_s)
         self.max_model_len = self.process.ready.max_model_len
+        self.cache_facts = self.process.ready.cache_facts
         self._context = zmq.Context()
         self._sockets = _Sockets(self._context, self.process.input_address, self.process.output_addresses[0])
 

@@ -46,6 +46,7 @@ from mainspring.base.messages import (
 )
 from mainspring.base.protocols import Clock
 from mainspring.engine.build import build_engine
+from mainspring.engine.client import CacheFacts
 from mainspring.engine.core import EngineCore
 from mainspring.engine.mailbox import ClientGone, Item, Mailbox, Refused, ZmqMailbox
 from mainspring.engine.wire import RequestType, Utility
@@ -86,6 +87,10 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     block_size: int
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
+
+    @property
+    def cache_facts(self) -> CacheFacts:
+        return CacheFacts(self.num_gpu_blocks, self.block_size, self.enable_prefix_caching)
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):

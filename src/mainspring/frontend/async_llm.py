@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, get_args
@@ -52,9 +52,12 @@ from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.input_processor import InputProcessor, Prompt
 from mainspring.frontend.llm_engine import make_processors, start_core
+from mainspring.frontend.metrics import LoggingStatLogger, StatLogger, log_regularly
 from mainspring.frontend.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
+    from mainspring.engine.client import CacheFacts
+    from mainspring.frontend.stats import FinishedRequest, FrontendStats
     from mainspring.frontend.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -144,9 +147,12 @@ class _Stream:
 class _Admission:
     """Sequences that wait for their first token, and how many may. All of it in constant time."""
 
-    def __init__(self, max_num_reqs: int | None, max_num_tokens: int | None) -> None:
+    def __init__(
+        self, max_num_reqs: int | None, max_num_tokens: int | None, stats: FrontendStats | None
+    ) -> None:
         self._max_num_reqs = max_num_reqs
         self._max_num_tokens = max_num_tokens
+        self._stats = stats
         self._waiting: dict[str, int] = {}  # internal id -> tokens of its prompt
         self._num_tokens = 0
 
@@ -160,6 +166,8 @@ class _Admission:
             ("max_num_queued_tokens", self._max_num_tokens, "prompt tokens", self._num_tokens, num_tokens),
         ):
             if limit is not None and now + more > limit:
+                if self._stats is not None:
+                    self._stats.rejected(name)
                 raise QueueOverflowError(
                     f"{now} {what} wait for their first token, {more} more would exceed {name} {limit}: "
                     f"try again later, or raise {name}"
@@ -197,20 +205,31 @@ class _Streams:
     def num_live(self) -> int:
         return len(self._by_key)
 
-    def open(self, request_id: str, prompt: str | None, requests: list[EngineCoreRequest]) -> _Stream:
+    @property
+    def stats(self) -> FrontendStats | None:
+        return self._output_processor.stats
+
+    def open(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineCoreRequest],
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> _Stream:
         stream = _Stream(request_id, requests)
         self.admission.enter(requests)
-        self._output_processor.add_request(stream.key, prompt, requests)
+        self._output_processor.add_request(stream.key, prompt, requests, request_id, trace_headers)
         self._by_key[stream.key] = stream
         self.drained.clear()
         return stream
 
-    def take(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """News from the core, to the streams. Returns the internal ids that ended here and not there."""
+    def take(self, outputs: list[EngineCoreOutput], timestamp_s: float = 0.0) -> list[str]:
+        """News from the core, to the streams. Returns the internal ids that ended here and not there.
+        `timestamp_s`: see `OutputProcessor.process_outputs`."""
         for output in outputs:
             if output.new_token_ids or output.finish_reason is not None:
                 self.admission.leave(output.request_id)
-        processed = self._output_processor.process_outputs(outputs)
+        processed = self._output_processor.process_outputs(outputs, timestamp_s)
         for given in processed.request_outputs:
             stream = self._by_key[given.request_id]
             stream.put(given)
@@ -252,16 +271,23 @@ class _Streams:
             self.drained.set()
 
 
-async def _handle_outputs(client: AsyncClient, streams: _Streams) -> None:
+async def _handle_outputs(
+    client: AsyncClient, streams: _Streams, stat_loggers: Sequence[StatLogger] = ()
+) -> None:
     """The only reader of `client`, until one of them ends."""
     cause = "the task that reads the engine core's outputs was cancelled"
+    logging = None
+    if streams.stats is not None:
+        logging = asyncio.create_task(log_regularly(streams.stats, stat_loggers), name="mainspring-stats")
     try:
         while True:
-            outputs = (await client.get_output()).outputs
-            for start in range(0, len(outputs), SLICE):
-                if ids := streams.take(outputs[start : start + SLICE]):
+            news = await client.get_output()
+            for start in range(0, len(news.outputs), SLICE):
+                if ids := streams.take(news.outputs[start : start + SLICE], news.timestamp_s):
                     await client.abort_requests(ids)
                 await asyncio.sleep(0)
+            if streams.stats is not None:
+                streams.stats.message_read(news.scheduler_stats)
     except EngineDeadError as error:
         cause = str(error)
     except Exception as error:
@@ -269,6 +295,8 @@ async def _handle_outputs(client: AsyncClient, streams: _Streams) -> None:
         cause = f"the output handler has failed: {innermost(error)}"
     finally:
         streams.die(cause)
+        if logging is not None:
+            logging.cancel()
     await client.shutdown()  # nobody will read it again
 
 
@@ -327,13 +355,21 @@ class AsyncLLM:
         max_num_queued_tokens: int | None = None,
         shutdown_timeout_s: float = 0.0,
         release: Callable[[], None] = lambda: None,
+        stat_loggers: Sequence[StatLogger] | None = None,
+        cache_facts: CacheFacts | None = None,
     ) -> None:
         """`attach` makes the client of a core that runs already; it is called on the loop. `release` ends
-        what stands behind it, at the latest when this object is collected; neither may refer to it."""
+        what stands behind it, at the latest when this object is collected; neither may refer to it.
+        `stat_loggers` are asked to log if `output_processor` keeps statistics; by default one that writes a
+        line."""
         self.tokenizer = tokenizer
+        self.cache_facts = cache_facts
+        self._output_processor = output_processor
+        self._stat_loggers = (LoggingStatLogger(),) if stat_loggers is None else stat_loggers
         self._attach = attach
         self._input_processor = input_processor
-        self._streams = _Streams(output_processor, _Admission(max_num_queued_reqs, max_num_queued_tokens))
+        admission = _Admission(max_num_queued_reqs, max_num_queued_tokens, output_processor.stats)
+        self._streams = _Streams(output_processor, admission)
         self._shutdown_timeout_s = shutdown_timeout_s
         self._client: AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -341,7 +377,13 @@ class AsyncLLM:
         self._release = weakref.finalize(self, release)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, shutdown_timeout_s: float = 0.0) -> AsyncLLM:
+    def from_engine_args(
+        cls,
+        args: EngineArgs,
+        *,
+        shutdown_timeout_s: float = 0.0,
+        stat_loggers: Sequence[StatLogger] | None = None,
+    ) -> AsyncLLM:
         """Find the model, decide the settings, start the core in a process of its own; returns once it can
         serve. Where a loop must go on meanwhile, call it by `asyncio.to_thread`.
 
@@ -361,6 +403,8 @@ class AsyncLLM:
             max_num_queued_tokens=args.max_num_queued_tokens,
             shutdown_timeout_s=shutdown_timeout_s,
             release=process.close,
+            stat_loggers=stat_loggers,
+            cache_facts=process.ready.cache_facts,
         )
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -373,16 +417,23 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`. Yields what `sampling_params.output_kind` says until an output is finished; what
         a slow reader misses is merged into what it reads next.
 
         Leaving the iteration (closing the generator, cancelling its task) aborts the request. Raises
         `RequestError` for what can never be served, `QueueOverflowError` for what cannot be served now (in
-        both cases nothing was added), `EngineDeadError` when the core has ended.
+        both cases nothing was added), `EngineDeadError` when the core has ended. `trace_headers`: of W3C's
+        Trace Context, if a trace is to be continued.
         """
         stream = await self.add_request(
-            request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            trace_headers=trace_headers,
         )
         try:
             async for output in stream:
@@ -398,6 +449,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream:
         """`generate` in two steps, for callers who must know that a request was accepted before its first
         output is there. Raises as it does; the stream must be closed."""
@@ -406,7 +458,8 @@ class AsyncLLM:
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
         text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)
         self._streams.admission.judge(len(requests), sum(len(r.prompt_token_ids) for r in requests))
-        stream = RequestStream(client, self._streams, self._streams.open(request_id, text, requests))
+        opened = self._streams.open(request_id, text, requests, trace_headers)
+        stream = RequestStream(client, self._streams, opened)
         try:
             for request in requests:
                 if stream.is_live:  # it may be aborted while one is sent
@@ -469,7 +522,20 @@ class AsyncLLM:
     async def get_stats(self) -> SchedulerStats:
         """Gauges of now and counters since the start."""
         stats: SchedulerStats = await self.call(GetStats())
+        if self.stats is not None:
+            self.stats.scheduler = stats
         return stats
+
+    @property
+    def stats(self) -> FrontendStats | None:
+        """What happened to the requests of this front end; None with `disable_log_stats`. Its `scheduler` is
+        what was heard last: `get_stats` brings it up to now."""
+        return self._streams.stats
+
+    def on_finished(self, observe: Callable[[FinishedRequest], None]) -> None:
+        """`observe` is called at the end of each request from now on, if there are `stats`: see
+        `tracing.py`."""
+        self._output_processor.on_finished = observe
 
     async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = False) -> None:
         """See `PauseScheduler`. Returns when nothing runs any more."""
@@ -560,7 +626,8 @@ class AsyncLLM:
         if self._client is None:
             self._loop, self._client = loop, self._attach()
             self._output_handler = loop.create_task(
-                _handle_outputs(self._client, self._streams), name="mainspring-output-handler"
+                _handle_outputs(self._client, self._streams, self._stat_loggers),
+                name="mainspring-output-handler",
             )
         elif self._loop is not loop:
             raise EngineError(

@@ -34,6 +34,7 @@ from mainspring.frontend.llm_engine import LLMEngine
 
 if TYPE_CHECKING:
     from mainspring.frontend.chat_template import ChatTemplate
+    from mainspring.frontend.metrics import Metric
     from mainspring.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -243,6 +244,14 @@ class LLM:
         """Gauges of now and counters since the start."""
         with self._turn:
             return self.llm_engine.get_stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """What happened so far, under vLLM's names: gauges, counters and histograms (docs/metrics.md).
+
+        Raises `ConfigError` unless the engine was made with `disable_log_stats=False`.
+        """
+        with self._turn:
+            return self.llm_engine.get_metrics()
 
     def shutdown(self) -> None:
         """Let go of the model and its memory. Idempotent; calls that still wait raise `EngineDeadError`."""

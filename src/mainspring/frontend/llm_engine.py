@@ -23,16 +23,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, resolve
 from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, innermost
-from mainspring.base.messages import GetStats, ResetPrefixCache, SchedulerStats
+from mainspring.base.messages import FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import SamplingParams
 from mainspring.base.protocols import Clock
 from mainspring.frontend.input_processor import InputProcessor, Prompt
+from mainspring.frontend.metrics import LoggingStatLogger, Metric, MetricsOptions, collect
 from mainspring.frontend.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from mainspring.checkpoint.gguf import GGUFFile
     from mainspring.engine.client import EngineCoreClient
+    from mainspring.frontend.stats import FrontendStats
     from mainspring.frontend.tokenizer import Tokenizer
 
 Core = TypeVar("Core")
@@ -173,8 +175,10 @@ class LLMEngine:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self.model_name = ""  # as metrics show it
         self._input_processor = input_processor
         self._output_processor = output_processor
+        self._stat_logger = LoggingStatLogger()
         self._cause_of_death: str | None = None
 
     @classmethod
@@ -189,7 +193,9 @@ class LLMEngine:
         start = partial(EngineCoreClient.make_client, in_process=in_process)
         client, facts, tokenizer = start_core(args, start, EngineCoreClient.shutdown)
         processors = make_processors(args, facts, tokenizer, client.max_model_len, clock)
-        return cls(client, *processors, tokenizer)
+        engine = cls(client, *processors, tokenizer)
+        engine.model_name = args.served_model_name or args.model
+        return engine
 
     @property
     def max_model_len(self) -> int:
@@ -232,7 +238,10 @@ class LLMEngine:
                 raise
             self._cause_of_death = f"the engine core has failed: {innermost(error)}"
             raise EngineDeadError(self._cause_of_death) from error
-        processed = self._output_processor.process_outputs(outputs.outputs)
+        processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp_s)
+        if self.stats is not None:
+            self.stats.message_read(outputs.scheduler_stats)
+            self._stat_logger.log_if_due(self.stats)
         if processed.ids_to_abort:
             self.client.abort_requests(processed.ids_to_abort)
         return processed.request_outputs
@@ -259,7 +268,22 @@ class LLMEngine:
     def get_stats(self) -> SchedulerStats:
         self._raise_if_dead()
         stats: SchedulerStats = self.client.call(GetStats())
+        if self.stats is not None:
+            self.stats.scheduler = stats
         return stats
+
+    @property
+    def stats(self) -> FrontendStats | None:
+        """What happened to requests; None with `disable_log_stats`. `stats.scheduler` was heard last."""
+        return self._output_processor.stats
+
+    def get_metrics(self) -> list[Metric]:
+        """As of now, under vLLM's names (docs/metrics.md). Raises `ConfigError` with `disable_log_stats`."""
+        if self.stats is None:
+            raise ConfigError("there are no metrics: set disable_log_stats=False")
+        self.get_stats()
+        options = MetricsOptions(self.model_name, self.max_model_len, self.client.cache_facts)
+        return collect(self.stats, options)
 
     @property
     def is_alive(self) -> bool:
@@ -268,7 +292,7 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Idempotent."""
-        self._output_processor.forget_all()
+        self._output_processor.forget_all(FinishReason.ABORT)
         self._cause_of_death = self._cause_of_death or "the engine was shut down"
         self.client.shutdown()
 

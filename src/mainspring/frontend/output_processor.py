@@ -146,12 +146,14 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         children: list[EngineCoreRequest],
+        label: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Expect outputs for `children`, the sequences that answer the caller's `request_id`."""
+        """Expect outputs for `children`, the sequences that answer the caller's `request_id`. A trace shows
+        it under `label`, if that is another."""
         tally = None
         if self.stats is not None:
-            tally = RequestTally(request_id, children[0], len(children), trace_headers or {})
+            tally = RequestTally(label or request_id, children[0], len(children), trace_headers or {})
             self.stats.num_begun += len(children)
         parent = ParentRequest(request_id, prompt, children[0], len(children), tally)
         for index, request in enumerate(children):

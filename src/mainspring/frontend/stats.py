@@ -225,7 +225,9 @@ class FrontendStats(msgspec.Struct):
     num_generation_tokens: int = 0
     num_begun: int = 0  # answers
     ends: dict[FinishReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
-    admission_rejections: dict[str, int] = msgspec.field(default_factory=dict)  # by the limit that was reached
+    admission_rejections: dict[str, int] = msgspec.field(
+        default_factory=dict
+    )  # by the limit that was reached
 
     time_to_first_token_s: Histogram = _histogram(FIRST_TOKEN_S)
     inter_token_latency_s: Histogram = _histogram(GAP_S)  # between two outputs with tokens of one answer
