@@ -1,8 +1,8 @@
 """The statistics under the names that people's dashboards know, and as a line in the log.
 
-`collect` turns the numbers of `stats.py` into a list of metrics: vLLM's names, labels and buckets for all that
-exists here (docs/metrics.md says what each counts). It needs no library; `server/metrics.py` renders the list for
-Prometheus, `LLM.get_metrics` returns it.
+`collect` turns the numbers of `stats.py` into a list of metrics: vLLM's names, labels and buckets for all
+that exists here (docs/metrics.md says what each counts). It needs no library; `server/metrics.py` renders
+the list for Prometheus, `LLM.get_metrics` returns it.
 """
 
 from __future__ import annotations
