@@ -1,0 +1,227 @@
+// Machines and programs for Python. Python owns weights and decides what is recorded; nothing here decides.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "cpu.h"
+#include "pack.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace mainspring;
+
+namespace {
+
+template <typename T, typename... Shape>
+using Array = nb::ndarray<const T, Shape..., nb::c_contig, nb::device::cpu>;
+using Vector32 = Array<int32_t, nb::ndim<1>>;
+using Vector64 = Array<int64_t, nb::ndim<1>>;
+using Table = Array<int32_t, nb::ndim<2>>;
+using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+
+const Kernels& variant_named(const std::string& name) {
+  const Kernels* variant = find_variant(name);
+  if (!variant) throw std::invalid_argument("there is no variant " + name);
+  if (!can_run(*variant)) throw std::invalid_argument("this processor cannot run the variant " + name);
+  return *variant;
+}
+
+std::vector<std::string> runnable_variants() {
+  std::vector<std::string> names;
+  for (const Kernels* variant : all_variants())
+    if (can_run(*variant)) names.push_back(variant->name);
+  return names;
+}
+
+// layers: (tensor, KV heads, head size); a tensor is num_blocks * block_bytes long.
+void allocate_kv(Machine& machine, int64_t num_blocks, int block_size, int64_t block_bytes, int num_tensors,
+                 const std::vector<std::tuple<int, int, int>>& layers, int form) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  for (int i = 0; i < num_tensors; ++i) memory.push_back(std::make_unique<Memory>(num_blocks * block_bytes));
+  std::vector<KVCache> caches;
+  for (const auto& [tensor, num_kv_heads, head_size] : layers) {
+    caches.push_back({memory[tensor]->data(), block_bytes, static_cast<KVForm>(form), block_size, num_kv_heads,
+                      head_size});
+  }
+  machine.allocate_kv(std::move(caches), std::move(memory));
+}
+
+void release_kv(Machine& machine) { machine.allocate_kv({}, {}); }
+
+Rows buffer_rows(Machine& machine, int id) {
+  Buffer& buffer = machine.buffer(id);
+  if (!buffer.rows) throw std::invalid_argument("this buffer holds no floats");
+  return Rows(buffer.rows, {static_cast<size_t>(machine.num_rows), static_cast<size_t>(buffer.width)},
+              nb::find(&machine));
+}
+
+void run_batch(Program& program, const Vector32& token_ids, const Vector32& positions, const Vector32& starts,
+               const Vector32& seq_lens, const std::vector<Table>& tables, const std::vector<Vector64>& slots) {
+  Machine& machine = program.machine();
+  machine.tables.clear();
+  for (size_t g = 0; g < tables.size(); ++g) {
+    machine.tables.push_back({tables[g].data(), static_cast<int32_t>(tables[g].shape(1)), slots[g].data()});
+  }
+  const auto num_tokens = static_cast<int32_t>(token_ids.shape(0));
+  machine.batch = {static_cast<int32_t>(seq_lens.shape(0)), num_tokens,    token_ids.data(), positions.data(),
+                   starts.data(),                           seq_lens.data()};
+  nb::gil_scoped_release released;
+  machine.reserve(num_tokens);
+  machine.num_rows = num_tokens;
+  program.run();
+}
+
+void put_rows(Machine& machine, int buffer, const Array<float, nb::ndim<2>>& rows) {
+  const auto count = static_cast<int>(rows.shape(0));
+  machine.batch = {};
+  machine.reserve(count);
+  machine.num_rows = count;
+  std::copy_n(rows.data(), rows.size(), machine.buffer(buffer).rows);
+}
+
+void run_rows(Program& program, int buffer, const Array<float, nb::ndim<2>>& rows) {
+  nb::gil_scoped_release released;
+  put_rows(program.machine(), buffer, rows);
+  program.run();
+}
+
+using Ids = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>, nb::c_contig>;
+using Values = nb::ndarray<nb::numpy, float, nb::ndim<1>, nb::c_contig>;
+
+// The head's program ends in `argmax`, over `num_columns` columns. masks[row]: words, or None.
+std::tuple<nb::object, nb::object> run_argmax(Program& program, int buffer, const Array<float, nb::ndim<2>>& rows,
+                                              int num_columns, const nb::list& masks) {
+  Machine& machine = program.machine();
+  const size_t count = rows.shape(0);
+  auto* ids = new int32_t[count];
+  nb::capsule ids_owner(ids, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+  auto* values = new float[count];
+  nb::capsule values_owner(values, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  machine.masks.clear();
+  for (nb::handle mask : masks) {
+    const uint32_t* words = nullptr;
+    if (!mask.is_none()) {
+      const auto array = nb::cast<Array<int32_t, nb::ndim<1>>>(mask);
+      if (array.shape(0) * 32 < static_cast<size_t>(num_columns)) throw std::invalid_argument("a mask is too short");
+      words = reinterpret_cast<const uint32_t*>(array.data());
+    }
+    machine.masks.push_back(words);
+  }
+  if (!machine.masks.empty() && machine.masks.size() != count) throw std::invalid_argument("masks for other rows");
+  {
+    nb::gil_scoped_release released;
+    const int columns_of_unit = 64;
+    machine.candidates.resize(count * ((num_columns + columns_of_unit - 1) / columns_of_unit));
+    put_rows(machine, buffer, rows);
+    program.run();
+    for (size_t row = 0; row < count; ++row) {
+      const Candidate winner = best(machine, static_cast<int>(row));
+      ids[row] = winner.id;
+      values[row] = winner.value;
+    }
+    machine.masks.clear();
+  }
+  return {nb::cast(Ids(ids, {count}, ids_owner)), nb::cast(Values(values, {count}, values_owner))};
+}
+
+void linear(Program& program, int out, int x, const std::vector<std::tuple<PackedMatrix*, int>>& parts, bool add) {
+  std::vector<Part> views;
+  for (const auto& [matrix, column] : parts) views.push_back({&matrix->view(), column});
+  program.append(linear_step(out, x, std::move(views), add ? Into::Add : Into::Store));
+}
+
+int attention_plan(Machine& machine, int group, int num_heads, int num_kv_heads, int head_size, float scale,
+                   int window, float soft_cap, bool causal) {
+  AttentionKey key;
+  std::memset(&key, 0, sizeof key);  // keys are compared by their bytes
+  key.group = group;
+  key.shape.num_heads = num_heads;
+  key.shape.num_kv_heads = num_kv_heads;
+  key.shape.head_size = head_size;
+  key.shape.scale = scale;
+  key.shape.window = window;
+  key.shape.soft_cap = soft_cap;
+  key.shape.causal = causal;
+  return machine.attention_plan(key);
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  m.def("runnable_variants", &runnable_variants, "Instruction-set variants this processor can run, slowest first.");
+  m.def("num_usable_cpus", &num_usable_cpus, "CPUs of the affinity mask, limited by the cgroup's quota.");
+
+  nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "num_threads"_a).def_prop_ro("num_threads", &Pool::num_threads);
+
+  nb::class_<Machine>(m, "Machine")
+      .def(
+          "__init__",
+          [](Machine* self, std::shared_ptr<Pool> pool, const std::string& variant, bool int16) {
+            new (self) Machine(std::move(pool), variant_named(variant), int16);
+          },
+          "pool"_a, "variant"_a, "int16"_a)
+      .def("add_buffer", &Machine::add_buffer, "width"_a)
+      .def("want", &Machine::want, "buffer"_a, "rows"_a, "encoded"_a)
+      .def("reserve", &Machine::reserve, "num_rows"_a)
+      .def("add_rope", &Machine::add_rope, "frequencies"_a)
+      .def("attention_plan", &attention_plan, "group"_a, "num_heads"_a, "num_kv_heads"_a, "head_size"_a, "scale"_a,
+           "window"_a, "soft_cap"_a, "causal"_a)
+      .def("allocate_kv", &allocate_kv, "num_blocks"_a, "block_size"_a, "block_bytes"_a, "num_tensors"_a, "layers"_a,
+           "form"_a)
+      .def("release_kv", &release_kv)
+      .def("rows", &buffer_rows, "buffer"_a, "A view of the rows of the last pass.");
+
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<std::shared_ptr<Machine>>(), "machine"_a)
+      .def(
+          "embedding", [](Program& p, int out, const PackedMatrix& w) { p.append(embedding_step(out, &w.view())); },
+          "out"_a, "weight"_a, nb::keep_alive<1, 3>())
+      .def(
+          "rms_norm",
+          [](Program& p, int out, int x, const Array<float, nb::ndim<1>>& w, float eps) {
+            p.append(norm_step(out, x, w.data(), eps));
+          },
+          "out"_a, "x"_a, "weight"_a, "eps"_a, nb::keep_alive<1, 4>())
+      .def("linear", &linear, "out"_a, "x"_a, "parts"_a, "add"_a, nb::keep_alive<1, 4>())
+      .def(
+          "gated",
+          [](Program& p, int out, int x, const PackedMatrix& gate, const PackedMatrix& up) {
+            p.append(gated_step(out, x, &gate.view(), &up.view()));
+          },
+          "out"_a, "x"_a, "gate"_a, "up"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
+      .def(
+          "argmax", [](Program& p, int x, const PackedMatrix& w) { p.append(argmax_step(x, &w.view())); }, "x"_a,
+          "weight"_a, nb::keep_alive<1, 3>())
+      .def("add", [](Program& p, int out, int x) { p.append(add_step(out, x)); }, "out"_a, "x"_a)
+      .def("silu_gate", [](Program& p, int out, int x) { p.append(silu_gate_step(out, x)); }, "out"_a, "x"_a)
+      .def("encode", [](Program& p, int x) { p.append(encode_step(x)); }, "x"_a)
+      .def("angles", [](Program& p, int rope) { p.append(angles_step(rope)); }, "rope"_a)
+      .def(
+          "rope",
+          [](Program& p, int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
+             int q_width) {
+            p.append(rope_step(x, rope, num_heads, head_size, interleaved, layer, plan, q_width));
+          },
+          "x"_a, "rope"_a, "num_heads"_a, "head_size"_a, "interleaved"_a, "layer"_a = -1, "plan"_a = -1,
+          "q_width"_a = 0)
+      .def(
+          "write_kv",
+          [](Program& p, int qkv, int layer, int plan, int q_width) {
+            p.append(write_kv_step(qkv, layer, plan, q_width));
+          },
+          "qkv"_a, "layer"_a, "plan"_a, "q_width"_a)
+      .def(
+          "attention",
+          [](Program& p, int out, int qkv, int layer, int plan) { p.append(attention_step(out, qkv, layer, plan)); },
+          "out"_a, "qkv"_a, "layer"_a, "plan"_a)
+      .def("run_batch", &run_batch, "token_ids"_a, "positions"_a, "query_start_loc"_a, "seq_lens"_a,
+           "block_tables"_a, "slot_mapping"_a)
+      .def("run_rows", &run_rows, "buffer"_a, "rows"_a)
+      .def("run_argmax", &run_argmax, "buffer"_a, "rows"_a, "num_columns"_a, "masks"_a);
+}

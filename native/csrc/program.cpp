@@ -1,0 +1,468 @@
+#include "program.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+namespace mainspring {
+
+// ---- memory -------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t rounded(size_t bytes) { return (std::max<size_t>(bytes, 1) + kHugePage - 1) / kHugePage * kHugePage; }
+
+}  // namespace
+
+Memory::Memory(size_t bytes) : bytes_(rounded(bytes)) {
+  // A page too many, so that the part that is used can begin at a huge page.
+  void* all = mmap(nullptr, bytes_ + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+  if (all == MAP_FAILED) throw std::bad_alloc();
+  auto* start = static_cast<uint8_t*>(all);
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
+  if (before) munmap(start, before);
+  data_ = start + before;
+  if (kHugePage - before) munmap(data_ + bytes_, kHugePage - before);
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: it may be refused
+}
+
+Memory::~Memory() { munmap(data_, bytes_); }
+
+// ---- machine ------------------------------------------------------------------------------------------------
+
+Machine::Machine(std::shared_ptr<Pool> pool, const Kernels& kernels, bool int16)
+    : kernels(kernels),
+      int16(int16),
+      pool(std::move(pool)),
+      scratch_(std::make_unique<Memory>(sizeof(float) * kScratch * this->pool->num_threads())) {}
+
+Machine::~Machine() {
+  for (Plan& plan : plans)
+    if (plan.plan) destroy_plan(plan.plan);
+}
+
+int Machine::add_buffer(int width) {
+  Buffer buffer{};
+  buffer.width = width;
+  buffers_.push_back(std::move(buffer));
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+void Machine::want(int id, bool rows, bool encoded) {
+  buffers_[id].wants_rows |= rows;
+  buffers_[id].wants_encoded |= encoded;
+  capacity_ = 0;
+}
+
+void Machine::reserve(int rows) {
+  if (rows <= capacity_) return;
+  capacity_ = rows;
+  for (Buffer& buffer : buffers_) {
+    const size_t codes = (static_cast<size_t>(rows) * buffer.width + 63) / 64 * 64;
+    const size_t blocks = static_cast<size_t>(rows) * (buffer.width / kBlock);
+    const size_t float_bytes = buffer.wants_rows ? 4 * codes : 0;
+    const size_t encoded_bytes = buffer.wants_encoded ? (int16 ? 2 : 1) * codes + 8 * blocks : 0;
+    buffer.memory = std::make_unique<Memory>(float_bytes + encoded_bytes);
+    uint8_t* at = buffer.memory->data();
+    buffer.rows = buffer.wants_rows ? reinterpret_cast<float*>(at) : nullptr;
+    at += float_bytes;
+    buffer.encoded = {};
+    buffer.encoded.columns = buffer.width;
+    if (!buffer.wants_encoded) continue;
+    buffer.encoded.high = reinterpret_cast<int8_t*>(at);
+    buffer.encoded.low = int16 ? reinterpret_cast<int8_t*>(at + codes) : nullptr;
+    at += (int16 ? 2 : 1) * codes;
+    buffer.encoded.scales = reinterpret_cast<float*>(at);
+    buffer.encoded.code_sums = reinterpret_cast<int32_t*>(at + 4 * blocks);
+  }
+}
+
+int Machine::add_rope(std::vector<double> frequencies) {
+  ropes.push_back({std::move(frequencies), {}, {}});
+  return static_cast<int>(ropes.size()) - 1;
+}
+
+int Machine::attention_plan(const AttentionKey& key) {
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const AttentionKey& other = plans[i].key;
+    if (other.group == key.group && !std::memcmp(&other.shape, &key.shape, sizeof key.shape)) return static_cast<int>(i);
+  }
+  plans.push_back({key, nullptr});
+  return static_cast<int>(plans.size()) - 1;
+}
+
+void Machine::allocate_kv(std::vector<KVCache> layers, std::vector<std::unique_ptr<Memory>> memory) {
+  kv = std::move(layers);
+  kv_memory_ = std::move(memory);
+}
+
+// ---- a pass -------------------------------------------------------------------------------------------------
+
+namespace {
+
+class Replay final : public Pass {
+ public:
+  Replay(Machine& machine, const std::vector<std::unique_ptr<Step>>& steps) : machine_(machine), steps_(steps) {}
+  int num_steps() const override { return static_cast<int>(steps_.size()); }
+  int num_units(int step) const override { return steps_[step]->num_units(machine_); }
+  void run(int step, int unit, int thread) override { steps_[step]->run(machine_, unit, thread); }
+
+ private:
+  Machine& machine_;
+  const std::vector<std::unique_ptr<Step>>& steps_;
+};
+
+}  // namespace
+
+void Program::run() {
+  Machine& machine = *machine_;
+  if (machine.num_rows == 0) return;
+  if (machine.batch.num_requests) {
+    for (auto& rope : machine.ropes) {
+      rope.cosines.resize(rope.frequencies.size() * machine.num_rows);
+      rope.sines.resize(rope.cosines.size());
+    }
+    int64_t partials = 0;
+    for (Machine::Plan& plan : machine.plans) {
+      plan.plan = plan_attention(plan.plan, machine.batch, machine.tables[plan.key.group], plan.key.shape,
+                                 machine.kv[0].block_size);
+      partials = std::max(partials, num_partials(*plan.plan));
+    }
+    if (static_cast<int64_t>(machine.partials.size()) < partials) machine.partials.resize(partials);
+  }
+  Replay replay(machine, steps_);
+  machine.pool->run(replay);
+}
+
+// ---- steps over rows ----------------------------------------------------------------------------------------
+
+namespace {
+
+// Rows are cut into about four pieces a thread.
+struct RowCut {
+  explicit RowCut(const Machine& machine) {
+    size = (machine.num_rows + 4 * machine.pool->num_threads() - 1) / (4 * machine.pool->num_threads());
+    count = (machine.num_rows + size - 1) / size;
+  }
+  int size, count;
+};
+
+class RowStep : public Step {
+ public:
+  int num_units(const Machine& machine) const final { return RowCut(machine).count; }
+  void run(Machine& machine, int unit, int thread) const final {
+    const RowCut cut(machine);
+    const int end = std::min(machine.num_rows, (unit + 1) * cut.size);
+    for (int row = unit * cut.size; row < end; ++row) run_row(machine, row, machine.scratch(thread));
+  }
+  virtual void run_row(Machine&, int row, float* scratch) const = 0;
+};
+
+float* row_of(const Buffer& buffer, int row) {
+  return buffer.rows ? buffer.rows + static_cast<int64_t>(row) * buffer.width : nullptr;
+}
+
+// Where a step computes a row of `buffer`: in place, or in scratch if only its codes are kept.
+float* place(const Buffer& buffer, int row, float* scratch) { return buffer.rows ? row_of(buffer, row) : scratch; }
+
+void encode_if_wanted(Machine& machine, const Buffer& buffer, const float* x, int row, int column, int count) {
+  if (buffer.wants_encoded) machine.kernels.encode(x, count, buffer.encoded, row, column);
+}
+
+struct EmbeddingStep final : RowStep {
+  int out;
+  const Matrix* matrix;
+  EmbeddingStep(int out, const Matrix* matrix) : out(out), matrix(matrix) {}
+  void run_row(Machine& machine, int row, float* scratch) const override {
+    Buffer& buffer = machine.buffer(out);
+    float* x = place(buffer, row, scratch);
+    machine.kernels.embed(*matrix, machine.batch.token_ids[row], x);
+    encode_if_wanted(machine, buffer, x, row, 0, buffer.width);
+  }
+};
+
+struct NormStep final : RowStep {
+  int out, x;
+  const float* weight;
+  float eps;
+  NormStep(int out, int x, const float* weight, float eps) : out(out), x(x), weight(weight), eps(eps) {}
+  void run_row(Machine& machine, int row, float* scratch) const override {
+    Buffer& buffer = machine.buffer(out);
+    float* y = place(buffer, row, scratch);
+    machine.kernels.rms_norm(row_of(machine.buffer(x), row), weight, eps, buffer.width, y);
+    encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
+  }
+};
+
+struct AddStep final : RowStep {
+  int out, x;
+  AddStep(int out, int x) : out(out), x(x) {}
+  void run_row(Machine& machine, int row, float*) const override {
+    Buffer& buffer = machine.buffer(out);
+    machine.kernels.add(row_of(buffer, row), row_of(machine.buffer(x), row), buffer.width);
+    encode_if_wanted(machine, buffer, row_of(buffer, row), row, 0, buffer.width);
+  }
+};
+
+struct SiluGateStep final : RowStep {
+  int out, x;
+  SiluGateStep(int out, int x) : out(out), x(x) {}
+  void run_row(Machine& machine, int row, float* scratch) const override {
+    Buffer& buffer = machine.buffer(out);
+    const float* gate = row_of(machine.buffer(x), row);
+    float* y = place(buffer, row, scratch);
+    machine.kernels.silu_mul(gate, gate + buffer.width, buffer.width, y);
+    encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
+  }
+};
+
+struct EncodeStep final : RowStep {
+  int x;
+  explicit EncodeStep(int x) : x(x) {}
+  void run_row(Machine& machine, int row, float*) const override {
+    Buffer& buffer = machine.buffer(x);
+    machine.kernels.encode(row_of(buffer, row), buffer.width, buffer.encoded, row, 0);
+  }
+};
+
+struct AnglesStep final : RowStep {
+  int rope;
+  explicit AnglesStep(int rope) : rope(rope) {}
+  void run_row(Machine& machine, int row, float*) const override {
+    Machine::Rope& r = machine.ropes[rope];
+    const size_t n = r.frequencies.size(), at = row * n;
+    for (size_t i = 0; i < n; ++i) {
+      const double angle = machine.batch.positions[row] * r.frequencies[i];
+      r.cosines[at + i] = static_cast<float>(std::cos(angle));
+      r.sines[at + i] = static_cast<float>(std::sin(angle));
+    }
+  }
+};
+
+void keep_kv(Machine& machine, int layer, int plan, const float* kv, int row) {
+  const int64_t slot = machine.tables[machine.plans[plan].key.group].slots[row];
+  if (slot >= 0) machine.kernels.write_kv(machine.kv[layer], kv, slot);
+  if (row == 0) rewind(*machine.plans[plan].plan);  // the layer's attention comes next
+}
+
+struct RopeStep final : RowStep {
+  int x, rope, num_heads, head_size;
+  bool interleaved;
+  int layer, plan, q_width;
+  RopeStep(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan, int q_width)
+      : x(x), rope(rope), num_heads(num_heads), head_size(head_size), interleaved(interleaved), layer(layer),
+        plan(plan), q_width(q_width) {}
+  void run_row(Machine& machine, int row, float*) const override {
+    const Machine::Rope& r = machine.ropes[rope];
+    const size_t n = r.frequencies.size(), at = row * n;
+    float* heads = row_of(machine.buffer(x), row);
+    machine.kernels.rope(heads, &r.cosines[at], &r.sines[at], static_cast<int>(n), num_heads, head_size, interleaved);
+    if (layer >= 0) keep_kv(machine, layer, plan, heads + q_width, row);
+  }
+};
+
+struct WriteKVStep final : RowStep {
+  int qkv, layer, plan, q_width;
+  WriteKVStep(int qkv, int layer, int plan, int q_width) : qkv(qkv), layer(layer), plan(plan), q_width(q_width) {}
+  void run_row(Machine& machine, int row, float*) const override {
+    keep_kv(machine, layer, plan, row_of(machine.buffer(qkv), row) + q_width, row);
+  }
+};
+
+// ---- attention ----------------------------------------------------------------------------------------------
+
+struct AttentionStep final : Step {
+  int out, qkv, layer, plan;
+  AttentionStep(int out, int qkv, int layer, int plan) : out(out), qkv(qkv), layer(layer), plan(plan) {}
+  int num_units(const Machine& machine) const override { return mainspring::num_units(*machine.plans[plan].plan); }
+  void run(Machine& machine, int unit, int thread) const override {
+    const Buffer &q = machine.buffer(qkv), &result = machine.buffer(out);
+    const AttentionArgs args{machine.plans[plan].plan, q.rows,         q.width, result.rows, result.encoded,
+                             machine.kv[layer],        machine.plans[plan].key.shape, machine.partials.data()};
+    machine.kernels.attend(args, unit, machine.scratch(thread));
+  }
+};
+
+// ---- products -----------------------------------------------------------------------------------------------
+
+constexpr int kRowsPerUnit = 48;
+
+// A unit of a product: some rows by some panels of 16 columns. Rows go round fastest, so that threads work on the
+// same weights at a time.
+struct Cut {
+  Cut(int num_rows, int num_panels) : num_rows(num_rows), num_panels(num_panels) {
+    panels = num_panels >= 64 || num_rows > 8 ? 4 : 2;
+    rows = std::min(num_rows, kRowsPerUnit);
+    row_units = (num_rows + rows - 1) / rows;
+    count = row_units * ((num_panels + panels - 1) / panels);
+  }
+  int num_rows, num_panels, rows, panels, row_units, count;
+  int row(int unit) const { return unit % row_units * rows; }
+  int panel(int unit) const { return unit / row_units * panels; }
+  int rows_of(int unit) const { return std::min(rows, num_rows - row(unit)); }
+  int panels_of(int unit) const { return std::min(panels, num_panels - panel(unit)); }
+};
+
+int panels_of(const Matrix& matrix) { return (matrix.rows + kLanes - 1) / kLanes; }
+
+bool is_quantised(const Matrix& matrix) { return matrix.form == Form::Q8 || matrix.form == Form::Q4; }
+
+Input input_of(const Buffer& buffer, const Matrix& matrix) {
+  if (is_quantised(matrix)) return {nullptr, buffer.encoded};
+  return {buffer.rows, {}};
+}
+
+struct LinearStep final : Step {
+  int out, x;
+  std::vector<Part> parts;
+  Into into;
+  LinearStep(int out, int x, std::vector<Part> parts, Into into) : out(out), x(x), parts(std::move(parts)), into(into) {}
+  int num_units(const Machine& machine) const override {
+    int units = 0;
+    for (const Part& part : parts) units += Cut(machine.num_rows, panels_of(*part.matrix)).count;
+    return units;
+  }
+  void run(Machine& machine, int unit, int thread) const override {
+    for (const Part& part : parts) {
+      const Cut cut(machine.num_rows, panels_of(*part.matrix));
+      if (unit < cut.count) return run_part(machine, part, cut, unit, machine.scratch(thread));
+      unit -= cut.count;
+    }
+  }
+  void run_part(Machine& machine, const Part& part, const Cut& cut, int unit, float* tile) const {
+    const int row = cut.row(unit), rows = cut.rows_of(unit), panel = cut.panel(unit), panels = cut.panels_of(unit);
+    machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, rows, panel, panels, tile);
+    const Buffer& buffer = machine.buffer(out);
+    const int first = panel * kLanes, count = std::min(panels * kLanes, part.matrix->rows - first);
+    for (int r = 0; r < rows; ++r) {
+      float* y = row_of(buffer, row + r) + part.column + first;
+      if (into == Into::Add) {
+        machine.kernels.add(y, tile + r * panels * kLanes, count);
+      } else {
+        std::memcpy(y, tile + r * panels * kLanes, sizeof(float) * count);
+      }
+    }
+  }
+};
+
+struct GatedStep final : Step {
+  int out, x;
+  const Matrix *gate, *up;
+  GatedStep(int out, int x, const Matrix* gate, const Matrix* up) : out(out), x(x), gate(gate), up(up) {}
+  // Units of whole blocks of 32 columns, for they are encoded here.
+  Cut cut(const Machine& machine) const { return Cut(machine.num_rows, panels_of(*gate)); }
+  int num_units(const Machine& machine) const override { return cut(machine).count; }
+  void run(Machine& machine, int unit, int thread) const override {
+    const Cut c = cut(machine);
+    const int row = c.row(unit), rows = c.rows_of(unit), panel = c.panel(unit), panels = c.panels_of(unit);
+    float* a = machine.scratch(thread);
+    float* b = a + kRowsPerUnit * 4 * kLanes;
+    const Buffer& source = machine.buffer(x);
+    machine.kernels.linear(*gate, input_of(source, *gate), row, rows, panel, panels, a);
+    machine.kernels.linear(*up, input_of(source, *up), row, rows, panel, panels, b);
+    machine.kernels.silu_mul(a, b, rows * panels * kLanes, a);
+    const Buffer& buffer = machine.buffer(out);
+    const int first = panel * kLanes, count = std::min(panels * kLanes, buffer.width - first);
+    for (int r = 0; r < rows; ++r) {
+      const float* y = a + r * panels * kLanes;
+      if (buffer.rows) std::memcpy(row_of(buffer, row + r) + first, y, sizeof(float) * count);
+      encode_if_wanted(machine, buffer, y, row + r, first, count);
+    }
+  }
+};
+
+// ---- the largest logit without the logits ---------------------------------------------------------------------
+
+constexpr int kArgmaxPanels = 4;  // 64 columns: two words of a mask
+
+struct ArgmaxStep final : Step {
+  int x;
+  const Matrix* head;
+  ArgmaxStep(int x, const Matrix* head) : x(x), head(head) {}
+  int num_groups() const { return (panels_of(*head) + kArgmaxPanels - 1) / kArgmaxPanels; }
+  int num_units(const Machine& machine) const override {
+    return num_groups() * ((machine.num_rows + kRowsPerUnit - 1) / kRowsPerUnit);
+  }
+  void run(Machine& machine, int unit, int thread) const override {
+    const int row_units = (machine.num_rows + kRowsPerUnit - 1) / kRowsPerUnit;
+    const int row = unit % row_units * kRowsPerUnit, group = unit / row_units;
+    const int rows = std::min(kRowsPerUnit, machine.num_rows - row), panel = group * kArgmaxPanels;
+    const int panels = std::min(kArgmaxPanels, panels_of(*head) - panel);
+    const int first = panel * kLanes, count = std::min(panels * kLanes, head->rows - first);
+    float* tile = machine.scratch(thread);
+    const bool needed = any_allowed(machine, row, rows, first, count);
+    if (needed) {
+      machine.kernels.linear(*head, input_of(machine.buffer(x), *head), row, rows, panel, panels, tile);
+    }
+    for (int r = 0; r < rows; ++r) {
+      Candidate& found = machine.candidates[static_cast<size_t>(row + r) * num_groups() + group];
+      found = {0.0f, -1};
+      if (!needed) continue;
+      const uint32_t* mask = mask_of(machine, row + r);
+      const int id = machine.kernels.argmax(tile + r * panels * kLanes, count, mask ? mask + first / 32 : nullptr,
+                                            &found.value);
+      found.id = id < 0 ? -1 : first + id;
+    }
+  }
+  static const uint32_t* mask_of(const Machine& machine, int row) {
+    return machine.masks.empty() ? nullptr : machine.masks[row];
+  }
+  // Weights of columns that no row may take need not be read.
+  static bool any_allowed(const Machine& machine, int row, int rows, int first, int count) {
+    for (int r = row; r < row + rows; ++r) {
+      const uint32_t* mask = mask_of(machine, r);
+      if (!mask) return true;
+      for (int word = first / 32; word <= (first + count - 1) / 32; ++word)
+        if (mask[word]) return true;
+    }
+    return false;
+  }
+};
+
+}  // namespace
+
+Candidate best(const Machine& machine, int row) {
+  const size_t groups = machine.candidates.size() / machine.num_rows;
+  Candidate winner{0.0f, -1};
+  for (size_t g = 0; g < groups; ++g) {
+    const Candidate& c = machine.candidates[row * groups + g];
+    if (c.id < 0) continue;
+    if (std::isnan(c.value)) return c;
+    if (winner.id < 0 || c.value > winner.value) winner = c;
+  }
+  return winner;
+}
+
+std::unique_ptr<Step> embedding_step(int out, const Matrix* m) { return std::make_unique<EmbeddingStep>(out, m); }
+std::unique_ptr<Step> norm_step(int out, int x, const float* weight, float eps) {
+  return std::make_unique<NormStep>(out, x, weight, eps);
+}
+std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, Into into) {
+  return std::make_unique<LinearStep>(out, x, std::move(parts), into);
+}
+std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up) {
+  return std::make_unique<GatedStep>(out, x, gate, up);
+}
+std::unique_ptr<Step> argmax_step(int x, const Matrix* head) { return std::make_unique<ArgmaxStep>(x, head); }
+std::unique_ptr<Step> add_step(int out, int x) { return std::make_unique<AddStep>(out, x); }
+std::unique_ptr<Step> silu_gate_step(int out, int x) { return std::make_unique<SiluGateStep>(out, x); }
+std::unique_ptr<Step> encode_step(int x) { return std::make_unique<EncodeStep>(x); }
+std::unique_ptr<Step> angles_step(int rope) { return std::make_unique<AnglesStep>(rope); }
+std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
+                                int q_width) {
+  return std::make_unique<RopeStep>(x, rope, num_heads, head_size, interleaved, layer, plan, q_width);
+}
+std::unique_ptr<Step> write_kv_step(int qkv, int layer, int plan, int q_width) {
+  return std::make_unique<WriteKVStep>(qkv, layer, plan, q_width);
+}
+std::unique_ptr<Step> attention_step(int out, int qkv, int layer, int plan) {
+  return std::make_unique<AttentionStep>(out, qkv, layer, plan);
+}
+
+}  // namespace mainspring

@@ -1,0 +1,150 @@
+// A forward pass as a list of steps, recorded once and replayed for any batch.
+//
+// Theory of operation.
+// - A `Machine` has the threads, the kernels of one variant, buffers of rows, and the KV cache. A `Program` is a list
+//   of steps over buffers; several programs (the layers, the head) share a machine.
+// - A step says how many units it has for the rows at hand and computes one of them. Which thread computes which
+//   unit, and how many rows or panels a unit has, has no influence on any result: kernels.h sees to that.
+// - A buffer holds floats, or the same rows encoded for the quantised kernels, or both: whoever records decides, and a
+//   step writes what is there. So encoding costs no pass of its own.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention_plan.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace mainspring {
+
+// The largest logit of a row, or of a part of it, and its id; -1: none was allowed.
+struct Candidate {
+  float value;
+  int32_t id;
+};
+
+// Memory that is zero until it is written, in huge pages where the system has them.
+class Memory {
+ public:
+  explicit Memory(size_t bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  uint8_t* data() const { return data_; }
+
+ private:
+  uint8_t* data_;
+  size_t bytes_;
+};
+
+struct Buffer {
+  int width;
+  float* rows = nullptr;  // [capacity][width]; null if only encoded
+  Encoded encoded{};      // `high` is null if only floats
+  bool wants_rows = false;
+  bool wants_encoded = false;
+  std::unique_ptr<Memory> memory;
+};
+
+struct AttentionKey {  // layers with equal ones share a plan
+  int group;
+  AttentionShape shape;
+};
+
+class Machine {
+ public:
+  Machine(std::shared_ptr<Pool> pool, const Kernels& kernels, bool int16);
+  ~Machine();
+
+  int add_buffer(int width);
+  void want(int buffer, bool rows, bool encoded);
+  Buffer& buffer(int id) { return buffers_[id]; }
+  void reserve(int num_rows);  // so many rows in every buffer; what they held is lost
+
+  int add_rope(std::vector<double> frequencies);
+  int attention_plan(const AttentionKey&);  // its number
+  void allocate_kv(std::vector<KVCache> layers, std::vector<std::unique_ptr<Memory>> memory);
+
+  const Kernels& kernels;
+  const bool int16;
+  std::shared_ptr<Pool> pool;
+
+  // Of the pass that runs.
+  int num_rows = 0;
+  BatchView batch{};
+  std::vector<BlockTables> tables;      // per KV group
+  std::vector<KVCache> kv;              // per layer
+  std::vector<const uint32_t*> masks;   // per row, of `ArgmaxStep`; empty: none
+  std::vector<Candidate> candidates;    // [rows][units of columns], what it found
+
+  struct Rope {
+    std::vector<double> frequencies;
+    std::vector<float> cosines, sines;  // [rows][frequencies], of this pass
+  };
+  std::vector<Rope> ropes;
+  struct Plan {
+    AttentionKey key;
+    AttentionPlan* plan = nullptr;
+  };
+  std::vector<Plan> plans;
+  std::vector<float> partials;
+  float* scratch(int thread) { return reinterpret_cast<float*>(scratch_->data()) + thread * kScratch; }
+
+  static constexpr int kScratch = 128 * 1024;  // floats of a thread: attention's, or tiles of a product
+
+ private:
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<Memory>> kv_memory_;
+  std::unique_ptr<Memory> scratch_;
+  int capacity_ = 0;
+};
+
+class Step {
+ public:
+  virtual ~Step() = default;
+  virtual int num_units(const Machine&) const = 0;
+  virtual void run(Machine&, int unit, int thread) const = 0;
+};
+
+class Program {
+ public:
+  explicit Program(std::shared_ptr<Machine> machine) : machine_(std::move(machine)) {}
+  void append(std::unique_ptr<Step> step) { steps_.push_back(std::move(step)); }
+  // A pass over a batch (machine.batch and machine.tables are set), or over rows alone (num_requests is 0).
+  void run();
+  Machine& machine() { return *machine_; }
+
+ private:
+  std::shared_ptr<Machine> machine_;
+  std::vector<std::unique_ptr<Step>> steps_;
+};
+
+enum class Into { Store, Add };
+
+// A product with one stacked part of a weight: its outputs go to columns [column, column + matrix.rows).
+struct Part {
+  const Matrix* matrix;
+  int column;
+};
+
+std::unique_ptr<Step> embedding_step(int out, const Matrix* matrix);
+std::unique_ptr<Step> norm_step(int out, int x, const float* weight, float eps);
+std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, Into into);
+std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up);  // silu(gate x) * (up x)
+std::unique_ptr<Step> argmax_step(int x, const Matrix* head);  // leaves candidates; `best` joins them
+std::unique_ptr<Step> add_step(int out, int x);
+std::unique_ptr<Step> silu_gate_step(int out, int x);
+std::unique_ptr<Step> encode_step(int x);
+std::unique_ptr<Step> angles_step(int rope);
+// Where `layer` is not negative, keys and values, which follow the queries of q_width, are kept there at once.
+std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
+                                int q_width);
+std::unique_ptr<Step> write_kv_step(int qkv, int layer, int plan, int q_width);
+std::unique_ptr<Step> attention_step(int out, int qkv, int layer, int plan);
+
+// The result of an argmax_step for one row: the lowest id among equals.
+Candidate best(const Machine& machine, int row);
+
+}  // namespace mainspring
