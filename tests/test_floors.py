@@ -41,9 +41,11 @@ ROOMS = {
     "executor": Room(4, {"base", "worker"}, ARRAYS),
     "engine": Room(5, {"base", "core", "grammar", "transfer", "executor"}, ARRAYS | {"zmq"}),
     "frontend": Room(
-        6, {"base", "checkpoint", "grammar", "engine"}, ARRAYS | {"tokenizers", "jinja2", "tqdm"}
+        6,
+        {"base", "checkpoint", "grammar", "engine"},
+        ARRAYS | {"tokenizers", "jinja2", "tqdm", "opentelemetry"},
     ),
-    "server": Room(7, {"base", "checkpoint", "frontend"}, ARRAYS | {"fastapi", "uvicorn", "pydantic"}),
+    "server": Room(7, {"base", "checkpoint", "frontend"}, ARRAYS | {"uvicorn", "prometheus_client"}),
     "bench": Room(7, BELOW_BENCH, ARRAYS | {"tqdm"}),
     "testing": Room(7, BELOW_BENCH, ARRAYS),
     "cli": Room(8, BELOW_BENCH | {"server", "bench", "testing"}, ARRAYS | {"tqdm"}),

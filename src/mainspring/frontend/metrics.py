@@ -8,6 +8,7 @@ the list for Prometheus, `LLM.get_metrics` returns it.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -217,20 +218,24 @@ class _Collection:
         )
 
     def _histogram(self, name: str, help: str, observed: Observed) -> Histogram:
-        buckets, total = {}, 0
-        for bound, count in zip(observed.bounds, observed.counts, strict=False):
-            total += count
-            if observed.bounds is not TOKENS or bound <= self._options.max_model_len:
-                buckets[str(bound)] = total
-        count = total + observed.counts[-1]
+        most = self._options.max_model_len if observed.bounds is TOKENS else math.inf
         return Histogram(
             name=f"{self._options.prefix}:{name}",
             help=help,
             labels=self._labels,
-            count=count,
+            count=observed.count,
             sum=observed.sum,
-            buckets=buckets | {"+Inf": count},
+            buckets=buckets_of(observed, most),
         )
+
+
+def buckets_of(observed: Observed, most: float = math.inf) -> dict[str, int]:
+    """As Prometheus has them, without those whose upper end is above `most`: nothing is in them."""
+    return {
+        "+Inf" if bound == math.inf else str(bound): count
+        for bound, count in observed.cumulative()
+        if bound <= most or bound == math.inf
+    }
 
 
 # -- the log -------------------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ Rules.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -76,6 +78,10 @@ class Histogram(msgspec.Struct):
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """Upper ends, infinity the last, each with how many values were at most that."""
+        return zip((*self.bounds, math.inf), accumulate(self.counts), strict=True)
 
     def __add__(self, other: Histogram) -> Histogram:
         assert self.bounds == other.bounds, "histograms of different things"
@@ -249,6 +255,11 @@ class FrontendStats(msgspec.Struct):
 
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)  # the latest that was heard
     tokens_of_iteration: int = 0  # of the message that is being read
+
+    @property
+    def num_live(self) -> int:
+        """Answers that have begun and not ended."""
+        return self.num_begun - sum(self.ends.values())
 
     # -- what the output processor reports -------------------------------------------------------------------
 
