@@ -97,6 +97,12 @@ template <int kBits>
 inline I32 shift_right(I32 a) {
   return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
 }
+template <int kBits>
+inline I32 shift_right_unsigned(I32 a) {
+  return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
+}
+inline I32 operator*(I32 a, I32 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline I32 operator^(I32 a, I32 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 
 // lane += four unsigned bytes times four signed bytes, the same for all lanes. Exact for any bytes: even and odd
 // ones are widened to 16 bits first, for the byte product of this instruction set saturates.
@@ -180,5 +186,26 @@ inline Mask greater(F32 a, F32 b) { return compare<_CMP_GT_OQ>(a, b); }
 inline Mask not_less(F32 a, F32 b) { return compare<_CMP_GE_OQ>(a, b); }
 inline Mask equal(F32 a, F32 b) { return compare<_CMP_EQ_OQ>(a, b); }
 inline Mask is_nan(F32 a) { return compare<_CMP_UNORD_Q>(a, a); }
+inline Mask not_less_unsigned(I32 a, I32 b) {  // where the larger of the two is a
+  auto half = [](__m256i x, __m256i y) {
+    return (Mask)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_max_epu32(x, y), x)));
+  };
+  return half(a.lo, b.lo) | half(a.hi, b.hi) << 8;
+}
+
+// The lanes of m, of eight, moved to the front: as many bytes of the lanes' numbers as the mask has bits are
+// extracted side by side.
+inline __m256i packing(Mask m) {
+  const uint64_t lanes = _pext_u64(0x0706050403020100u, _pdep_u64(m & 0xff, 0x0101010101010101u) * 0xff);
+  return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)lanes));
+}
+inline void store_packed(int32_t* p, Mask m, I32 x) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(x.lo, packing(m)));
+  _mm256_storeu_si256((__m256i*)(p + __builtin_popcount(m & 0xff)),
+                      _mm256_permutevar8x32_epi32(x.hi, packing(m >> 8)));
+}
+inline void store_packed(float* p, Mask m, F32 x) {
+  store_packed((int32_t*)p, m, I32{_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)});
+}
 
 }  // namespace

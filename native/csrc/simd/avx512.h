@@ -56,6 +56,12 @@ template <int kBits>
 inline I32 shift_right(I32 a) {  // arithmetic
   return {_mm512_srai_epi32(a.v, kBits)};
 }
+template <int kBits>
+inline I32 shift_right_unsigned(I32 a) {
+  return {_mm512_srli_epi32(a.v, kBits)};
+}
+inline I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the low 32 bits
+inline I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 
 // lane += the four unsigned bytes of `codes` times the four signed bytes of `word`, the same for all lanes.
 inline I32 dot(I32 sum, Bytes codes, int32_t word) {
@@ -91,6 +97,13 @@ inline void store_masked(Mask m, float* p, F32 x) { _mm512_mask_storeu_ps(p, (__
 inline Mask greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 inline Mask not_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline Mask equal(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline Mask not_less_unsigned(I32 a, I32 b) { return _mm512_cmp_epu32_mask(a.v, b.v, _MM_CMPINT_NLT); }
 inline Mask is_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
+
+// The lanes of `m`, side by side from p on. All 16 places are written; those after the lanes of `m` hold anything.
+inline void store_packed(float* p, Mask m, F32 x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)m, x.v)); }
+inline void store_packed(int32_t* p, Mask m, I32 x) {
+  _mm512_storeu_si512(p, _mm512_maskz_compress_epi32((__mmask16)m, x.v));
+}
 
 }  // namespace
