@@ -10,8 +10,9 @@ The rules.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -44,14 +45,82 @@ class RequestOutputKind(IntEnum):
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
-    """What the text must look like; exactly one is set. They are compiled by the engine's grammar room."""
+    """What the text must look like: exactly one of the first six. Field names are vLLM's.
 
-    json: str | None = None  # a JSON schema, as text
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
+    Only the form is judged here. Whether it can be enforced the grammar room says (`grammar/check.py`), and
+    what cannot be is refused: `lenient` is the one way around that, and then the answer says what was left
+    out.
+
+    Raises `RequestError` with the parameter `structured_outputs`.
+    """
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema; after construction its text
+    regex: str | None = None  # the whole text matches
+    choice: Sequence[str] | None = None  # one of these; after construction a tuple
+    grammar: str | None = None  # EBNF (`root ::= ...`) or Lark (`start: ...`)
+    json_object: bool | None = None  # True: any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # free text with structured parts; then JSON text
+    disable_any_whitespace: bool = False  # JSON without spaces and line ends
+    disable_additional_properties: bool = False  # objects have no properties that the schema does not name
+    whitespace_pattern: str | None = None  # a regex of what may stand between the parts of a JSON text
+    lenient: bool = False  # pass over keywords of a JSON schema that cannot be enforced, and report them
+
+    @property
+    def kind(self) -> str:
+        """The name of the one of the six that is set."""
+        return next(name for name in STRUCTURE_KINDS if getattr(self, name) is not None)
+
+    def __post_init__(self) -> None:
+        def normalise(name: str, value: object) -> None:
+            msgspec.structs.force_setattr(self, name, value)
+
+        if self.json_object is False:
+            normalise("json_object", None)
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), dict | bool):
+                normalise(name, _as_json(name, value))
+        if isinstance(self.choice, list):
+            normalise("choice", tuple(self.choice))
+        given = [name for name in STRUCTURE_KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"got {' and '.join(given)}" if given else "got none"
+            raise _structure_refusal(f"set exactly one of {', '.join(STRUCTURE_KINDS)}; {found}")
+        self._judge_types()
+
+    def _judge_types(self) -> None:
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                expected = "text or a mapping" if name in ("json", "structural_tag") else "text"
+                raise _structure_refusal(f"{name} must be {expected}, got {type(value).__name__}")
+            if value is not None:
+                check_encodable("structured_outputs", value)
+        if self.choice is not None:
+            if not isinstance(self.choice, tuple) or not all(isinstance(word, str) for word in self.choice):
+                raise _structure_refusal("choice must be a list of texts")
+            if not self.choice or "" in self.choice:
+                raise _structure_refusal("choice must have at least one text, and none that is empty")
+            for word in self.choice:
+                check_encodable("structured_outputs", word)
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties", "lenient"):
+            if getattr(self, name) not in (None, True, False):
+                raise _structure_refusal(f"{name} must be True or False")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise _structure_refusal("disable_any_whitespace and whitespace_pattern contradict each other")
+
+
+STRUCTURE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def _as_json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _structure_refusal(f"{name} is not JSON: {error}") from None
+
+
+def _structure_refusal(message: str) -> RequestError:
+    return RequestError(f"structured_outputs: {message}", "structured_outputs")
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=False):
@@ -166,6 +235,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise _refusal("structured_outputs", "StructuredOutputsParams", self.structured_outputs)
         if self.skip_reading_prefix_cache not in (None, True, False):
             raise _refusal("skip_reading_prefix_cache", "True, False or None", self.skip_reading_prefix_cache)
 
