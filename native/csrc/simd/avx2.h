@@ -7,6 +7,9 @@
 
 namespace {
 
+// What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
+constexpr int kTileRows = 6, kTileSums = 6;
+
 struct F32 {
   __m256 lo, hi;
 };
@@ -85,6 +88,15 @@ inline F32 fma(F32 a, F32 b, F32 c) {
 inline F32 fnma(F32 a, F32 b, F32 c) {
   return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
 }
+inline F32 fma_turn(F32 a, F32 b, F32 c) {
+  return {_mm256_fmaddsub_ps(a.lo, b.lo, c.lo), _mm256_fmaddsub_ps(a.hi, b.hi, c.hi)};
+}
+inline F32 swap_pairs(F32 a) { return {_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}; }
+inline F32 load_doubled(const float* p) {
+  const __m256 eight = _mm256_loadu_ps(p);
+  return {_mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+          _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
 inline F32 abs(F32 a) {
   const __m256 rest = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(a.lo, rest), _mm256_and_ps(a.hi, rest)};
@@ -154,6 +166,17 @@ inline F32 power_of_two(F32 k) {
         _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
   };
   return {half(k.lo), half(k.hi)};
+}
+// Two factors, for one reaches neither the smallest nor the largest results; the first product is exact.
+inline F32 scale(F32 x, F32 k) {
+  auto half = [](__m256 y, __m256 n) {
+    n = _mm256_max_ps(_mm256_set1_ps(-250.0f), _mm256_min_ps(_mm256_set1_ps(250.0f), n));
+    const __m256i all = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(all, 1), rest = _mm256_sub_epi32(all, first);
+    const __m256i bias = _mm256_set1_epi32(127);
+    y = _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23)));
+    return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+  };
+  return {half(x.lo, k.lo), half(x.hi, k.hi)};
 }
 inline F32 round(F32 a) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;

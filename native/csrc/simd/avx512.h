@@ -7,6 +7,9 @@
 
 namespace {
 
+// What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
+constexpr int kTileRows = 12, kTileSums = 24;
+
 struct F32 {
   __m512 v;
 };
@@ -43,6 +46,13 @@ inline F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }    // a * b + c
 inline F32 fnma(F32 a, F32 b, F32 c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a * b
+// Even lanes a * b - c, odd lanes a * b + c.
+inline F32 fma_turn(F32 a, F32 b, F32 c) { return {_mm512_fmaddsub_ps(a.v, b.v, c.v)}; }
+inline F32 swap_pairs(F32 a) { return {_mm512_permute_ps(a.v, 0xb1)}; }  // lanes 1, 0, 3, 2, ...
+inline F32 load_doubled(const float* p) {  // p[0], p[0], p[1], p[1], ... p[7], p[7]
+  const __m512 eight = _mm512_castps256_ps512(_mm256_loadu_ps(p));
+  return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), eight)};
+}
 inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
@@ -85,6 +95,8 @@ inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
 inline F32 power_of_two(F32 k) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(k.v), _mm512_set1_epi32(127)), 23))};
 }
+// x * 2^k for a whole k held as a float, rounded once; whatever k: 0 or infinity where the result has no place.
+inline F32 scale(F32 x, F32 k) { return {_mm512_scalef_ps(x.v, k.v)}; }
 inline F32 round(F32 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
