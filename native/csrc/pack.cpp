@@ -1,1 +1,459 @@
-#include "kernels.h"
+#include "pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace mainspring {
+
+// ---- numbers of 16 bits -------------------------------------------------------------------------------------
+
+namespace {
+
+float from_half(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+  uint32_t bits;
+  if (rest >= 0x7c00) {
+    bits = 0x7f800000 | (rest & 0x3ff) << 13;  // infinite or NaN
+  } else if (rest >= 0x400) {
+    bits = (rest << 13) + ((127 - 15) << 23);
+  } else {
+    const float value = std::ldexp(static_cast<float>(rest), -24);
+    std::memcpy(&bits, &value, 4);
+  }
+  bits |= sign;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// To nearest, ties to even.
+uint16_t to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x47800000) return sign | 0x7c00;  // 65536 and above
+  if (bits < 0x38800000) {                       // below the smallest normal half: multiples of 2^-24
+    const float magnitude = std::fabs(value);
+    return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));
+  }
+  const uint32_t odd = bits >> 13 & 1;
+  return sign | static_cast<uint16_t>((bits + 0xfff + odd - ((127 - 15) << 23)) >> 13);  // may carry to infinity
+}
+
+float from_bf16(uint16_t b) {
+  const uint32_t bits = static_cast<uint32_t>(b) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+uint16_t load16(const uint8_t* p) {
+  uint16_t value;
+  std::memcpy(&value, p, 2);
+  return value;
+}
+uint32_t load32(const uint8_t* p) {
+  uint32_t value;
+  std::memcpy(&value, p, 4);
+  return value;
+}
+
+}  // namespace
+
+// ---- source types -------------------------------------------------------------------------------------------
+
+// kBlock weights in the kernels' terms: 32 codes of 8 bits, or 16 bytes of two codes as Form::Q4 has them.
+struct Block {
+  alignas(16) uint8_t codes[kBlock];
+  uint16_t scale, min;
+};
+
+struct SourceType {
+  const char* name;
+  Form form;
+  int block_size;   // weights in a block of the source
+  int block_bytes;  // of it; 0: there is no source of bytes, floats are quantised
+  bool has_mins;
+  int offset;
+  void (*decode)(const uint8_t* raw, int part, Block&);  // the part-th kBlock weights of a source block
+};
+
+namespace {
+
+constexpr int kOffset8 = 128;  // of signed bytes, and of smaller codes kept as such
+
+void decode_q4_0(const uint8_t* raw, int, Block& out) {
+  out.scale = load16(raw);
+  std::memcpy(out.codes, raw + 2, 16);
+}
+
+void decode_q4_1(const uint8_t* raw, int, Block& out) {
+  out.scale = load16(raw);
+  out.min = load16(raw + 2);
+  std::memcpy(out.codes, raw + 4, 16);
+}
+
+// Codes of 5 bits: the low nibbles, then the high ones, and a word of fifth bits.
+void decode_5_bits(const uint8_t* nibbles, uint32_t fifth, int add, Block& out) {
+  for (int i = 0; i < 16; ++i) {
+    out.codes[i] = static_cast<uint8_t>((nibbles[i] & 15) + (fifth >> i & 1) * 16 + add);
+    out.codes[i + 16] = static_cast<uint8_t>((nibbles[i] >> 4) + (fifth >> (i + 16) & 1) * 16 + add);
+  }
+}
+
+void decode_q5_0(const uint8_t* raw, int, Block& out) {
+  out.scale = load16(raw);
+  decode_5_bits(raw + 6, load32(raw + 2), kOffset8 - 16, out);
+}
+
+void decode_q5_1(const uint8_t* raw, int, Block& out) {
+  out.scale = load16(raw);
+  out.min = load16(raw + 2);
+  decode_5_bits(raw + 8, load32(raw + 4), 0, out);
+}
+
+void decode_q8_0(const uint8_t* raw, int, Block& out) {
+  out.scale = load16(raw);
+  for (int i = 0; i < kBlock; ++i) out.codes[i] = raw[2 + i] ^ 0x80;
+}
+
+void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
+  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  out.scale = load16(raw);
+  for (int i = 0; i < 16; ++i) {
+    out.codes[i] = static_cast<uint8_t>(kValues[raw[2 + i] & 15] + kOffset8);
+    out.codes[i + 16] = static_cast<uint8_t>(kValues[raw[2 + i] >> 4] + kOffset8);
+  }
+}
+
+// Q4_K and Q5_K: fp16 scale of scales and scale of mins, then 8 scales and 8 mins of 6 bits in 12 bytes: the first
+// four of each are the low six bits of a byte; of the others the low four bits share a byte, and the upper two
+// are in the first ones' upper bits.
+void decode_k_scales(const uint8_t* raw, int part, Block& out) {
+  const uint8_t* packed = raw + 4;
+  int scale, min;
+  if (part < 4) {
+    scale = packed[part] & 63;
+    min = packed[part + 4] & 63;
+  } else {
+    scale = (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4;
+    min = packed[part + 4] >> 4 | (packed[part] >> 6) << 4;
+  }
+  out.scale = to_half(from_half(load16(raw)) * static_cast<float>(scale));
+  out.min = to_half(-(from_half(load16(raw + 2)) * static_cast<float>(min)));
+}
+
+// Code i of part `part`: a nibble of byte i of every 32, low ones for even parts.
+int k_nibble(const uint8_t* nibbles, int part, int i) {
+  const uint8_t byte = nibbles[part / 2 * 32 + i];
+  return part % 2 ? byte >> 4 : byte & 15;
+}
+
+void decode_q4_k(const uint8_t* raw, int part, Block& out) {
+  decode_k_scales(raw, part, out);
+  const uint8_t* nibbles = raw + 16;
+  for (int i = 0; i < 16; ++i)
+    out.codes[i] = static_cast<uint8_t>(k_nibble(nibbles, part, i) | k_nibble(nibbles, part, i + 16) << 4);
+}
+
+void decode_q5_k(const uint8_t* raw, int part, Block& out) {
+  decode_k_scales(raw, part, out);
+  const uint8_t *fifth = raw + 16, *nibbles = raw + 48;
+  for (int i = 0; i < kBlock; ++i)
+    out.codes[i] = static_cast<uint8_t>(k_nibble(nibbles, part, i) | (fifth[i] >> part & 1) << 4);
+}
+
+constexpr SourceType kSourceTypes[] = {
+    {"F32", Form::F32, 1, 4, false, 0, nullptr},
+    {"F16", Form::F16, 1, 2, false, 0, nullptr},
+    {"BF16", Form::BF16, 1, 2, false, 0, nullptr},
+    {"Q4_0", Form::Q4, 32, 18, false, 8, decode_q4_0},
+    {"Q4_1", Form::Q4, 32, 20, true, 0, decode_q4_1},
+    {"Q5_0", Form::Q8, 32, 22, false, kOffset8, decode_q5_0},
+    {"Q5_1", Form::Q8, 32, 24, true, 0, decode_q5_1},
+    {"Q8_0", Form::Q8, 32, 34, false, kOffset8, decode_q8_0},
+    {"IQ4_NL", Form::Q8, 32, 18, false, kOffset8, decode_iq4_nl},
+    {"Q4_K", Form::Q4, 256, 144, true, 0, decode_q4_k},
+    {"Q5_K", Form::Q8, 256, 176, true, 0, decode_q5_k},
+    {"q8", Form::Q8, 32, 0, false, kOffset8, nullptr},
+    {"q4", Form::Q4, 32, 0, true, 0, nullptr},
+};
+
+const SourceType& find_source(const std::string& name) {
+  for (const SourceType& type : kSourceTypes)
+    if (name == type.name) return type;
+  std::string known;
+  for (const SourceType& type : kSourceTypes) known += (known.empty() ? "" : ", ") + std::string(type.name);
+  throw std::invalid_argument("no packed form of tensor type '" + name + "'; there are: " + known);
+}
+
+bool is_quantized(Form form) { return form == Form::Q8 || form == Form::Q4; }
+int element_bytes(Form form) { return form == Form::F32 ? 4 : 2; }
+int block_code_bytes(Form form) { return form == Form::Q4 ? kBlock / 2 : kBlock; }  // of one row
+int64_t num_panels(const Matrix& m) { return (int64_t{m.rows} + kLanes - 1) / kLanes; }
+int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// The planes of a matrix, to be written.
+struct Planes {
+  // Give a lane its block: 32-bit words of it lie kLanes words apart.
+  void put(int64_t row, int64_t block, const Block& from) const {
+    const int64_t panel = row / kLanes, lane = row % kLanes;
+    const int num_bytes = block_code_bytes(m.form);
+    uint8_t* to = codes + panel * m.codes_stride + block * num_bytes * kLanes + 4 * lane;
+    for (int i = 0; i < num_bytes; i += 4) std::memcpy(to + i * kLanes, from.codes + i, 4);
+    const int64_t at = (panel * (m.columns / kBlock) + block) * kLanes + lane;
+    scales[at] = from.scale;
+    if (m.mins) mins[at] = from.min;
+  }
+
+  // Lanes beyond the last row hold zeros.
+  void pad() const {
+    const Block zero{};
+    for (int64_t row = m.rows; row % kLanes; ++row)
+      for (int64_t b = 0; b < m.columns / kBlock; ++b) put(row, b, zero);
+  }
+
+  const Matrix& m;
+  uint8_t* codes;
+  uint16_t *scales, *mins;
+};
+
+// Rows [begin, end) of plain numbers, panel by panel; lanes beyond the last row hold zeros.
+template <class T>
+void pack_plain(const Matrix& m, uint8_t* memory, const uint8_t* raw, int64_t begin, int64_t end) {
+  constexpr int64_t kTile = 64 / sizeof(T);  // columns: a cache line of each row
+  const int64_t columns = m.columns;
+  for (int64_t first = begin; first < end; first += kLanes) {
+    auto* to = reinterpret_cast<T*>(memory + first / kLanes * m.codes_stride);
+    for (int64_t start = 0; start < columns; start += kTile) {
+      const int64_t stop = std::min(columns, start + kTile);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t row = first + lane;
+        const uint8_t* from = raw + (row - begin) * columns * sizeof(T);
+        for (int64_t c = start; c < stop; ++c) {
+          T value = 0;
+          if (row < end) std::memcpy(&value, from + c * sizeof(T), sizeof(T));
+          to[c * kLanes + lane] = value;
+        }
+      }
+    }
+  }
+}
+
+// ---- quantising floats ----------------------------------------------------------------------------------------
+
+float largest_magnitude(const float* x) {
+  float largest = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    if (!(std::fabs(x[i]) <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  return largest;
+}
+
+int nearest_code(float x, int low, int high) {
+  return std::clamp(static_cast<int>(std::nearbyint(std::clamp(x, -512.0f, 512.0f))), low, high);
+}
+
+void quantize_q8(const float* x, Block& out) {
+  const float largest = largest_magnitude(x);
+  out.scale = to_half(largest / 127.0f);
+  const float scale = from_half(out.scale);
+  for (int i = 0; i < kBlock; ++i) {
+    const int code = scale > 0 ? nearest_code(x[i] / scale, -127, 127) : 0;
+    out.codes[i] = static_cast<uint8_t>(code + kOffset8);
+  }
+}
+
+// Codes of scale and min as they will be read, and the squared error that remains.
+double encode_q4(const float* x, float scale, float min, uint8_t (&codes)[kBlock]) {
+  double error = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    codes[i] = scale > 0 ? static_cast<uint8_t>(nearest_code((x[i] - min) / scale, 0, 15)) : 0;
+    const double rest = double{x[i]} - (double{scale} * codes[i] + double{min});
+    error += rest * rest;
+  }
+  return error;
+}
+
+// The scale and min with which these codes come closest to x.
+void fit_line(const float* x, const uint8_t (&codes)[kBlock], float& scale, float& min) {
+  double sum_c = 0, sum_cc = 0, sum_x = 0, sum_cx = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    const double c = codes[i];
+    sum_c += c;
+    sum_cc += c * c;
+    sum_x += x[i];
+    sum_cx += c * x[i];
+  }
+  const double spread = kBlock * sum_cc - sum_c * sum_c;
+  if (spread <= 0) return;
+  scale = static_cast<float>((kBlock * sum_cx - sum_c * sum_x) / spread);
+  min = static_cast<float>((sum_x - scale * sum_c) / kBlock);
+}
+
+// Of several widths of the range, each followed by one fit, keep the one with the least squared error.
+void quantize_q4(const float* x, Block& out) {
+  const float largest = largest_magnitude(x);
+  if (std::isnan(largest)) {
+    out = Block{};
+    out.scale = to_half(largest);
+    return;
+  }
+  const float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
+  double least = std::numeric_limits<double>::infinity();
+  uint8_t codes[kBlock], best[kBlock] = {};
+  for (int step = -2; step <= 6; ++step) {
+    float scale = (high - low) / (15.0f + 0.25f * static_cast<float>(step)), min = low;
+    for (int fit = 0; fit < 2; ++fit) {
+      const uint16_t scale16 = to_half(scale), min16 = to_half(min);
+      const double error = encode_q4(x, from_half(scale16), from_half(min16), codes);
+      if (error < least) {
+        least = error;
+        out.scale = scale16;
+        out.min = min16;
+        std::copy(codes, codes + kBlock, best);
+      }
+      fit_line(x, codes, scale, min);
+    }
+  }
+  for (int i = 0; i < 16; ++i) out.codes[i] = static_cast<uint8_t>(best[i] | best[i + 16] << 4);
+}
+
+}  // namespace
+
+// ---- the matrix -------------------------------------------------------------------------------------------------
+
+PackedMatrix::PackedMatrix(const std::string& source, int64_t rows, int64_t columns) : source_(&find_source(source)) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  if (rows < 1 || rows > kMost || columns < 1 || columns > kMost)
+    throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(columns) +
+                                " cannot be packed");
+  if (columns % source_->block_size)
+    throw std::invalid_argument("rows of " + std::to_string(columns) + " weights, expected a multiple of " +
+                                std::to_string(source_->block_size) + ", the block of " + source);
+  view_.form = source_->form;
+  view_.rows = static_cast<int32_t>(rows);
+  view_.columns = static_cast<int32_t>(columns);
+  view_.offset = source_->offset;
+  if (is_quantized(view_.form)) {
+    const int64_t num_blocks = columns / kBlock;
+    view_.codes_stride = num_blocks * block_code_bytes(view_.form) * kLanes;
+    scales_offset_ = aligned(num_panels(view_) * view_.codes_stride);
+    mins_offset_ = scales_offset_ + aligned(num_panels(view_) * num_blocks * kLanes * 2);
+    num_bytes_ = source_->has_mins ? 2 * mins_offset_ - scales_offset_ : mins_offset_;
+  } else {
+    view_.codes_stride = columns * element_bytes(view_.form) * kLanes;
+    num_bytes_ = num_panels(view_) * view_.codes_stride;
+  }
+}
+
+int64_t PackedMatrix::row_bytes() const {
+  return int64_t{view_.columns} / source_->block_size * source_->block_bytes;
+}
+
+const char* PackedMatrix::form_name() const {
+  static constexpr const char* kNames[] = {"F32", "F16", "BF16", "Q8", "Q4"};
+  return kNames[static_cast<int>(view_.form)];
+}
+
+void PackedMatrix::bind(uint8_t* memory) {
+  bind(static_cast<const uint8_t*>(memory));
+  writable_ = memory;
+}
+
+void PackedMatrix::bind(const uint8_t* memory) {
+  if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory is not 64-byte aligned");
+  writable_ = nullptr;
+  view_.codes = memory;
+  if (!is_quantized(view_.form)) return;
+  view_.scales = reinterpret_cast<const uint16_t*>(memory + scales_offset_);
+  if (source_->has_mins) view_.mins = reinterpret_cast<const uint16_t*>(memory + mins_offset_);
+}
+
+void PackedMatrix::check_rows(int64_t begin, int64_t end) const {
+  if (!is_bound()) throw std::invalid_argument("the matrix has no memory yet: bind it first");
+  if (!writable_) throw std::invalid_argument("the matrix's memory is read only");
+  if (begin < 0 || begin >= end || end > view_.rows || begin % kLanes || (end % kLanes && end != view_.rows))
+    throw std::invalid_argument("rows " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
+                                std::to_string(view_.rows) + " are not whole panels of 16");
+}
+
+void PackedMatrix::pack(const uint8_t* raw, int64_t begin, int64_t end) {
+  check_rows(begin, end);
+  switch (view_.form) {
+    case Form::F32: return pack_plain<uint32_t>(view_, writable_, raw, begin, end);
+    case Form::F16:
+    case Form::BF16: return pack_plain<uint16_t>(view_, writable_, raw, begin, end);
+    default: break;
+  }
+  if (source_->block_bytes == 0) throw std::invalid_argument("a matrix of type q8 or q4 is packed from floats");
+  const Planes planes{view_, writable_, reinterpret_cast<uint16_t*>(writable_ + scales_offset_),
+                      reinterpret_cast<uint16_t*>(writable_ + mins_offset_)};
+  const int parts = source_->block_size / kBlock;
+  const int64_t num_source_blocks = view_.columns / source_->block_size;
+  // All lanes of a block together: what they write lies side by side.
+  for (int64_t first = begin; first < end; first += kLanes)
+    for (int64_t b = 0; b < num_source_blocks; ++b)
+      for (int64_t row = first; row < std::min(end, first + kLanes); ++row) {
+        const uint8_t* from = raw + (row - begin) * row_bytes() + b * source_->block_bytes;
+        for (int part = 0; part < parts; ++part) {
+          Block block;
+          source_->decode(from, part, block);
+          planes.put(row, b * parts + part, block);
+        }
+      }
+  if (end == view_.rows) planes.pad();
+}
+
+void PackedMatrix::pack_floats(const float* values, int64_t begin, int64_t end) {
+  check_rows(begin, end);
+  if (source_->block_bytes) throw std::invalid_argument(std::string("a matrix of type ") + source_->name +
+                                                        " is packed from the bytes of a file");
+  const Planes planes{view_, writable_, reinterpret_cast<uint16_t*>(writable_ + scales_offset_),
+                      reinterpret_cast<uint16_t*>(writable_ + mins_offset_)};
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t b = 0; b < view_.columns / kBlock; ++b) {
+      const float* from = values + (row - begin) * view_.columns + b * kBlock;
+      Block block;
+      if (view_.form == Form::Q8) {
+        quantize_q8(from, block);
+      } else {
+        quantize_q4(from, block);
+      }
+      planes.put(row, b, block);
+    }
+  if (end == view_.rows) planes.pad();
+}
+
+void PackedMatrix::unpack(float* out) const {
+  if (!is_bound()) throw std::invalid_argument("the matrix has no memory yet: bind it first");
+  const Matrix& m = view_;
+  for (int64_t row = 0; row < m.rows; ++row) {
+    const int64_t panel = row / kLanes, lane = row % kLanes;
+    const uint8_t* codes = m.codes + panel * m.codes_stride;
+    for (int64_t c = 0; c < m.columns; ++c, ++out) {
+      if (!is_quantized(m.form)) {
+        const uint8_t* from = codes + (c * kLanes + lane) * element_bytes(m.form);
+        if (m.form == Form::F32) std::memcpy(out, from, 4);
+        if (m.form == Form::F16) *out = from_half(load16(from));
+        if (m.form == Form::BF16) *out = from_bf16(load16(from));
+        continue;
+      }
+      const int64_t b = c / kBlock, at = (panel * (m.columns / kBlock) + b) * kLanes + lane;
+      const int i = static_cast<int>(c % kBlock), k = m.form == Form::Q4 ? i % 16 : i;
+      const uint8_t byte = codes[b * block_code_bytes(m.form) * kLanes + k / 4 * 64 + 4 * lane + k % 4];
+      const int code = m.form == Form::Q8 ? byte : i < 16 ? byte & 15 : byte >> 4;
+      const float scale = from_half(m.scales[at]);
+      *out = m.mins ? scale * static_cast<float>(code) + from_half(m.mins[at])
+                    : scale * static_cast<float>(code - m.offset);
+    }
+  }
+}
+
+}  // namespace mainspring

@@ -29,13 +29,15 @@ class PackedMatrix {
   int64_t row_bytes() const;  // of a row in the source; 0 for "q8" and "q4"
   const char* form_name() const;
 
-  // Use memory of at least num_bytes(), 64-byte aligned, from now on. The caller keeps it alive.
+  // Use memory of at least num_bytes(), 64-byte aligned, from now on. The caller keeps it alive. What is const, an
+  // image on disk, can be read only.
+  void bind(uint8_t* memory);
   void bind(const uint8_t* memory);
   bool is_bound() const { return view_.codes != nullptr; }
   const Matrix& view() const { return view_; }  // its pointers are null before bind
 
-  // Pack rows [begin, end): begin is a multiple of kLanes, and so is end unless it is the last row's. The bound
-  // memory must be writable.
+  // Pack rows [begin, end): begin is a multiple of kLanes, and so is end unless it is the last row's. Throws
+  // std::invalid_argument for other rows, and where there is no memory to write to.
   void pack(const uint8_t* raw, int64_t begin, int64_t end);
   void pack_floats(const float* values, int64_t begin, int64_t end);  // [end - begin][columns]; q8 and q4
 
@@ -46,6 +48,7 @@ class PackedMatrix {
 
   const SourceType* source_;
   Matrix view_{};
+  uint8_t* writable_ = nullptr;
   int64_t scales_offset_ = 0, mins_offset_ = 0, num_bytes_ = 0;
 };
 

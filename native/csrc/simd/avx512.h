@@ -113,7 +113,9 @@ inline Mask not_less_unsigned(I32 a, I32 b) { return _mm512_cmp_epu32_mask(a.v, 
 inline Mask is_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
 
 // The lanes of `m`, side by side from p on. All 16 places are written; those after the lanes of `m` hold anything.
-inline void store_packed(float* p, Mask m, F32 x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)m, x.v)); }
+inline void store_packed(float* p, Mask m, F32 x) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)m, x.v));
+}
 inline void store_packed(int32_t* p, Mask m, I32 x) {
   _mm512_storeu_si512(p, _mm512_maskz_compress_epi32((__mmask16)m, x.v));
 }
