@@ -48,7 +48,6 @@ VLLM_ARGUMENTS = {
             "hf_config_path",
             "hf_overrides",
             "hf_token",
-            "kv_cache_dtype",
             "kv_events_config",
             "kv_transfer_config",
             "limit_mm_per_prompt",
@@ -95,7 +94,6 @@ VLLM_ARGUMENTS = {
         ("tokenizer", "tokenizer_mode", "tokenizer_revision"),
         "is not supported yet: the model's file brings its own; leave it out",
     ),
-    "quantization": "is not supported yet: weights are as the model's file has them; leave it out",
     "download_dir": "is not supported yet; set the environment's MAINSPRING_CACHE",
 }
 # Beyond these no machine goes; what fits this one is found when the memory is measured.
@@ -124,7 +122,21 @@ class EngineArgs:
         default="auto", metadata={"help": "auto: by the file; dummy: random weights of the model's shape"}
     )
     dtype: Literal["auto", "float32"] = field(
-        default="auto", metadata={"help": "type of activations and KV; the numpy kernels compute in float32"}
+        default="auto", metadata={"help": "type of the residual stream: float32"}
+    )
+    quantization: Literal["f16", "bf16", "q8", "q4"] | None = field(
+        default=None,
+        metadata={"help": "weights in 16, 8 or 4 bits (native kernels); default: as the file has them"},
+    )
+    activations: Literal["int8", "int16"] = field(
+        default="int8",
+        metadata={"help": "what multiplies quantised weights; int16 is exact to the token, and slower"},
+    )
+    kv_cache_dtype: Literal["auto", "float32", "float16", "int8"] = field(
+        default="auto", metadata={"help": "type of keys and values; auto: float16, in numpy float32"}
+    )
+    instruction_set: Literal["auto", "avx2", "avx512"] = field(
+        default="auto", metadata={"help": "variant of the native kernels; auto: the fastest that runs here"}
     )
     kernels: Literal["auto", "native", "numpy"] = field(
         default="auto", metadata={"help": "auto: native where installed, else numpy"}
@@ -245,6 +257,14 @@ class SchedulerConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     enable_prefix_caching: bool = True
 
 
+class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
+    """What the grammar room must know of a tokenizer: what its tokens say."""
+
+    tokens: list[bytes]  # by id; empty for what is no token
+    special_ids: list[int]  # never part of a text
+    end_ids: list[int]  # those that end an answer, the EOS first; at least one
+
+
 class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What `build_engine` needs, in any process."""
 
@@ -257,11 +277,15 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     seed: int
     load_format: str = "auto"
     kernels: str = "auto"
+    quantization: str | None = None
+    activations: str = "int8"
+    kv_cache_dtype: str = "auto"
+    instruction_set: str = "auto"
     num_threads: int | None = None
     fit_max_model_len: bool = False  # lower max_model_len to what the memory holds, instead of refusing
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
-    vocabulary: str | None = None  # the text of a tokenizer.json, for the grammar room
+    vocabulary: Vocabulary | None = None  # for the grammar room; None: no structured outputs
     executor_args: dict[str, Any] = {}  # for executors named as module:Class
     log_iteration_details: bool = False
     reasons: dict[str, str] = {}  # of automatic choices, for people
@@ -421,6 +445,10 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         seed=args.seed,
         load_format=args.load_format,
         kernels=args.kernels,
+        quantization=args.quantization,
+        activations=args.activations,
+        kv_cache_dtype=args.kv_cache_dtype,
+        instruction_set=args.instruction_set,
         num_threads=args.num_threads,
         fit_max_model_len=fit,
         num_gpu_blocks_override=args.num_gpu_blocks_override,

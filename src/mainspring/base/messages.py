@@ -341,10 +341,11 @@ class KVCacheSpec(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     # a token sees itself and the sliding_window - 1 before it; None: all before it
     sliding_window: int | None = None
     causal: bool = True  # False anywhere turns chunked prefill and prefix caching off
+    scale_bytes: int = 0  # per token and KV head, of K and of V each: for quantised caches
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype_bytes
+        return 2 * self.num_kv_heads * (self.head_size * self.dtype_bytes + self.scale_bytes)
 
 
 class KVCacheGroup(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):

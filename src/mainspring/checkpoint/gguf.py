@@ -182,6 +182,25 @@ class GGUFFile:
         decode_blocks(TYPES_BY_NAME[info.type], self.raw(name), out)
         return out
 
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        """Rows [begin, end) of a tensor with two dimensions, as float32."""
+        info = self.info(name)
+        row_bytes = info.num_bytes // info.shape[0]
+        out = np.empty((end - begin, info.shape[1]), np.float32)
+        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name)[begin * row_bytes : end * row_bytes], out)
+        return out
+
+    def is_finite(self, name: str) -> bool:
+        """Whether every value of a tensor is a number. Of blocks, only the scales can be otherwise."""
+        kind = TYPES_BY_NAME[self.info(name).type]
+        blocks = self.raw(name).view(kind.layout)
+        if kind.layout.names is None:
+            if kind.name == "BF16":  # all ones in the exponent
+                return not ((blocks & 0x7F80) == 0x7F80).any()
+            return bool(np.isfinite(blocks).all())
+        floats = [field for field in kind.layout.names if kind.layout[field].kind == "f"]
+        return all(bool(np.isfinite(blocks[field]).all()) for field in floats)
+
     def drop_pages(self) -> None:
         """Take the file's pages out of this process's memory; they are read again when touched."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -4,6 +4,7 @@ Theory of operation.
 - A model is a *walk*: a function that issues operations on an `Ops` and sees nothing else. Operations name
   weights and buffers by handles, and write into buffers. Constants (widths, epsilons, head shapes) are the
   model's.
+- A *backend* holds weights and buffers, and makes passes.
 - Every size that depends on the batch comes from the one `Batch` given to `run`, never from the walk: a walk
   cannot branch on a batch, for it is not shown one. So a backend may execute the operations as they come
   (`RefOps`), or record them once and replay the list for every batch. `Recorder` is that list, and the proof.
@@ -91,10 +92,18 @@ class LazyWeight:
 Weight = npt.NDArray[Any] | LazyWeight
 
 
-class Ops(Protocol):
+class Backend(Protocol):
     """One backend. `name` is what logs and benchmarks print."""
 
     name: str
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        """Of an element of the KV cache."""
+
+    @property
+    def kv_scale_bytes(self) -> int:
+        """Beside the elements, per token and KV head, for keys and for values each."""
 
     # Set-up, once.
 
@@ -120,6 +129,10 @@ class Ops(Protocol):
 
     def read(self, buffer: str) -> Floats:
         """The rows of the last pass: a view, valid until a pass writes the buffer again."""
+
+
+class Ops(Protocol):
+    """What a walk may issue."""
 
     # Operations on every row.
 
@@ -246,12 +259,14 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Recorder:
-    """An `Ops` that checks and notes what it is asked to do: the first half of a backend that replays.
+    """A backend that checks and notes what it is asked to do: the first half of a backend that replays.
 
     `calls` is the program of the last pass. Weights are kept as shapes.
     """
 
     name: str = "recorder"
+    kv_dtype_bytes: int = 4
+    kv_scale_bytes: int = 0
     calls: list[Call] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)

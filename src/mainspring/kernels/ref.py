@@ -30,6 +30,8 @@ class RefOps:
 
     def __init__(self, max_rows: int = 0) -> None:
         self.name = "numpy"
+        self.kv_dtype_bytes = 4
+        self.kv_scale_bytes = 0
         self._capacity = max_rows
         self._widths: dict[str, int] = {}
         self._storage: dict[str, Floats] = {}

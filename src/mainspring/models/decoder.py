@@ -9,16 +9,20 @@ vocabulary put their logits side by side (`all_gather`). For one rank both are n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
-from mainspring.kernels.ops import Batch, Floats, Ops
+from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
 from mainspring.models.spec import ModelSpec
 from mainspring.models.weights import rope_handle
+
+Greedy = Callable[..., tuple[Ints, Floats]]
 
 
 class Decoder:
     """A model on a backend. The weights of `weight_table(spec)` must be in `ops` before the first pass."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, ops: Backend) -> None:
         self.spec = spec
         self.ops = ops
         self.vocab_size = spec.vocab_size
@@ -28,7 +32,10 @@ class Decoder:
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One per layer, in order."""
-        return [layer.attn.kv_cache_spec for layer in self.spec.layers]
+        ops = self.ops
+        return [
+            layer.attn.kv_cache_spec(ops.kv_dtype_bytes, ops.kv_scale_bytes) for layer in self.spec.layers
+        ]
 
     def initialize_kv(self, config: KVCacheConfig) -> None:
         """Make the KV pool. Its memory is touched when blocks are first written."""
@@ -53,6 +60,17 @@ class Decoder:
         """
         self.ops.run_rows("chosen", hidden_rows, self._head)
         return self.ops.read("logits")
+
+    @property
+    def greedy(self) -> Greedy | None:
+        """(hidden rows [S, hidden], masks) -> ids [S], values [S]: the largest logit of each row, without
+        making the logits. masks: per row the words of a bit mask of allowed tokens, or None; or empty. An id
+        of -1: none is allowed. None where the backend has no such product.
+        """
+        largest = getattr(self.ops, "run_largest", None)
+        if largest is None:
+            return None
+        return lambda rows, masks=(): largest("chosen", rows, self._head, masks)
 
     def _layers(self, ops: Ops) -> None:
         ops.embedding("hidden", "embedding")

@@ -39,6 +39,15 @@ class TensorSource(Protocol):
     def dequantise(self, name: str, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """The values as float32 in `info(name).shape`, into `out` if given."""
 
+    def dequantise_rows(self, name: str, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Rows [begin, end) of a matrix as float32."""
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor as the file has them."""
+
+    def is_finite(self, name: str) -> bool:
+        """Whether all values are numbers, neither NaN nor infinite."""
+
     def drop_pages(self) -> None:
         """What was read need not stay in memory."""
 

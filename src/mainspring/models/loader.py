@@ -4,44 +4,130 @@ from __future__ import annotations
 
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import CheckpointError, ConfigError
+from mainspring.base.log import get_logger
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import is_config, read_config
+from mainspring.kernels.native import KV_TILE, KVType, NativeOps, library, why_not
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
-from mainspring.models.families import from_config, from_gguf
+from mainspring.models.families import Model, from_config, from_gguf
+from mainspring.models.packing import Progress, pack_random, pack_weights
 from mainspring.models.spec import ModelSpec
-from mainspring.models.weights import check_memory, check_tensors, dummy_weights, load_weights
+from mainspring.models.weights import (
+    check_memory,
+    check_tensors,
+    dummy_weights,
+    load_vectors,
+    load_weights,
+)
+
+logger = get_logger(__name__)
 
 
-def load_model(config: EngineConfig) -> Decoder:
+def load_model(config: EngineConfig, progress: Progress | None = None) -> Decoder:
     """Read the GGUF file `config.model`; for dummy weights also a config: a .json file, or its text.
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
-    if config.kernels == "native":
-        raise ConfigError("kernels native: there are no native kernels yet; use kernels numpy, or auto")
-    if config.num_threads is not None:
-        set_blas_threads(config.num_threads)
-    ops = RefOps(max_rows=config.scheduler.max_num_batched_tokens)
+    native = wants_native(config)
     if config.load_format == "dummy":
-        spec = dummy_spec(config.model)
-        check_memory(spec)
-        decoder = Decoder(spec, ops)
-        dummy_weights(spec, ops, config.seed)
-        return decoder
+        return _load_dummy(config, native)
     source = GGUFFile(config.model)
     try:
         model = from_gguf(source.metadata, source)
         check_tensors(model, source)  # before anything of the announced sizes is made
-        decoder = Decoder(model.spec, ops)
-        decoder.weights_form = load_weights(model, source, ops)
+        if native:
+            decoder = _load_native(config, model, source, progress)
+        else:
+            decoder = _load_numpy(config, model, source)
     except CheckpointError as error:
         source.close()
         raise CheckpointError(f"{config.model}: {error}") from error
-    if decoder.weights_form == "float32":
+    if decoder.weights_form != "by layer":
         source.close()
     return decoder
+
+
+def wants_native(config: EngineConfig) -> bool:
+    """Whether the native kernels are used; says why not where they could have been expected.
+
+    Raises `ConfigError` where they were asked for, or something was that only they can do.
+    """
+    if config.kernels == "numpy":
+        needs = _native_only(config)
+        if needs:
+            raise ConfigError(f"{needs} needs native kernels, and kernels is numpy; leave out one of them")
+        return False
+    fits = config.block_size % KV_TILE == 0
+    if library() is not None and fits:
+        return True
+    why = (
+        f"block_size {config.block_size} is no multiple of {KV_TILE}" if library() is not None else why_not()
+    )
+    if config.kernels == "native":
+        raise ConfigError(f"kernels native: {why}; or use kernels numpy, or auto")
+    needs = _native_only(config)
+    if needs:
+        raise ConfigError(f"{needs} needs native kernels: {why}")
+    logger.info("kernels: numpy, for %s", why)
+    return False
+
+
+def _native_only(config: EngineConfig) -> str | None:
+    """The first setting that numpy has no answer to."""
+    if config.quantization is not None:
+        return f"quantization {config.quantization}"
+    if config.kv_cache_dtype not in ("auto", "float32"):
+        return f"kv_cache_dtype {config.kv_cache_dtype}"
+    if config.instruction_set != "auto":
+        return f"instruction_set {config.instruction_set}"
+    return None
+
+
+def native_ops(config: EngineConfig) -> NativeOps:
+    kv_type: KVType = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype  # type: ignore[assignment]
+    return NativeOps(
+        config.scheduler.max_num_batched_tokens,
+        num_threads=config.num_threads,
+        variant=config.instruction_set,
+        activations=config.activations,  # type: ignore[arg-type]
+        kv_type=kv_type,
+    )
+
+
+def _load_native(config: EngineConfig, model: Model, source: GGUFFile, progress: Progress | None) -> Decoder:
+    ops = native_ops(config)
+    decoder = Decoder(model.spec, ops)
+    decoder.weights_form = pack_weights(model, source, ops, config.model, config.quantization, progress)
+    load_vectors(model, source, ops)
+    return decoder
+
+
+def _load_numpy(config: EngineConfig, model: Model, source: GGUFFile) -> Decoder:
+    decoder = Decoder(model.spec, _numpy_ops(config))
+    decoder.weights_form = load_weights(model, source, decoder.ops)
+    return decoder
+
+
+def _load_dummy(config: EngineConfig, native: bool) -> Decoder:
+    spec = dummy_spec(config.model)
+    check_memory(spec)
+    if not native:
+        decoder = Decoder(spec, _numpy_ops(config))
+        dummy_weights(spec, decoder.ops, config.seed)
+        return decoder
+    ops = native_ops(config)
+    decoder = Decoder(spec, ops)
+    decoder.weights_form = pack_random(spec, ops, config.quantization, config.seed)
+    dummy_weights(spec, ops, config.seed, matrices=False)
+    return decoder
+
+
+def _numpy_ops(config: EngineConfig) -> RefOps:
+    if config.num_threads is not None:
+        set_blas_threads(config.num_threads)
+    return RefOps(max_rows=config.scheduler.max_num_batched_tokens)
 
 
 def dummy_spec(model: str) -> ModelSpec:

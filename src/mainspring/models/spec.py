@@ -41,9 +41,14 @@ class AttnSpec:
             self.num_heads, self.num_kv_heads, self.head_size, self.head_size**-0.5, self.sliding_window
         )
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        return KVCacheSpec(self.num_kv_heads, self.head_size, sliding_window=self.sliding_window)
+    def kv_cache_spec(self, dtype_bytes: int, scale_bytes: int) -> KVCacheSpec:
+        return KVCacheSpec(
+            self.num_kv_heads,
+            self.head_size,
+            dtype_bytes,
+            sliding_window=self.sliding_window,
+            scale_bytes=scale_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
 from mainspring.base.memory import free_memory_bytes
 from mainspring.checkpoint.quoting import quoted
-from mainspring.kernels.ops import Floats, LazyWeight, Ops
+from mainspring.kernels.ops import Backend, Floats, LazyWeight
 from mainspring.models.families import Model, TensorSource
 from mainspring.models.spec import ModelSpec, Part, RopeSpec, weight_table
 
@@ -42,7 +42,7 @@ class _Job(NamedTuple):
     out: Floats
 
 
-def load_weights(model: Model, source: TensorSource, ops: Ops, *, memory_bytes: int | None = None) -> str:
+def load_weights(model: Model, source: TensorSource, ops: Backend, *, memory_bytes: int | None = None) -> str:
     """Give every weight of `model` to `ops`; answers "float32", or "by layer" where they stay quantised.
 
     To be called after `check_tensors`.
@@ -70,10 +70,21 @@ def load_weights(model: Model, source: TensorSource, ops: Ops, *, memory_bytes: 
     return "by layer" if by_layer else "float32"
 
 
-def dummy_weights(spec: ModelSpec, ops: Ops, seed: int = 0) -> None:
+def load_vectors(model: Model, source: TensorSource, ops: Backend) -> None:
+    """Only what is no matrix: norms and frequencies, for a backend that packs matrices itself."""
+    table = dict(weight_table(model.spec))
+    arrays = _arena(table, matrices=False)
+    for handle, array in arrays.items():
+        ops.add_weight(handle, array)
+    slices = (piece for handle, array in arrays.items() for piece in _slices(table[handle], array))
+    _read([_Job(model.names[part.role], rows) for part, rows in slices], source)
+    _add_ropes(model.spec, ops, arrays.get("rope_factors"))
+
+
+def dummy_weights(spec: ModelSpec, ops: Backend, seed: int = 0, *, matrices: bool = True) -> None:
     """Random weights of the right shapes, the same for the same seed: activations stay near unit size."""
     rng = np.random.default_rng(seed)
-    for handle, array in _arena(dict(weight_table(spec)), matrices=True).items():
+    for handle, array in _arena(dict(weight_table(spec)), matrices=matrices).items():
         rng.standard_normal(out=array, dtype=np.float32)
         array *= 0.1 if array.ndim == 1 else array.shape[-1] ** -0.5
         if array.ndim == 1:
@@ -171,7 +182,7 @@ def _read(jobs: list[_Job], source: TensorSource) -> None:
             pass
 
 
-def _add_ropes(spec: ModelSpec, ops: Ops, factors: Floats | None) -> None:
+def _add_ropes(spec: ModelSpec, ops: Backend, factors: Floats | None) -> None:
     for rope in {layer.attn.rope for layer in spec.layers}:
         exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
         frequencies = rope.theta**-exponents

@@ -1,0 +1,386 @@
+"""The native backend: walks are recorded once and replayed by the C++ library, with the interpreter released.
+
+Theory of operation.
+- A walk is the same for every batch (see ops.py), so the first pass records it (`program.record`) and every
+  pass replays the recorded steps in one call, on a pool of threads.
+- Matrices are packed: see `PackedWeight`. Norms and frequencies stay as they are.
+- Results of a request are the same bits in any batch, with any number of threads, for any cut of its prompt.
+  They depend on the instruction-set variant and on `activations`, both fixed at start.
+
+This module is the only one that imports `mainspring_native`; where that is not installed, `available` says so
+and why, and everything else runs in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from mainspring.base.errors import ConfigError
+from mainspring.base.log import get_logger
+from mainspring.base.messages import KVCacheConfig
+from mainspring.kernels import ops as contract
+from mainspring.kernels.ops import AttentionShape, Batch, Floats, Ints, Recorder, Walk, Weight
+from mainspring.kernels.program import Recorded, Storage, Weights, largest, record
+
+logger = get_logger(__name__)
+
+Activations = Literal["int8", "int16"]
+KVType = Literal["float32", "float16", "int8"]
+
+KV_FORMS: dict[KVType, int] = {"float32": 0, "float16": 1, "int8": 2}
+KV_BYTES: dict[KVType, int] = {"float32": 4, "float16": 2, "int8": 1}
+KV_SCALE_BYTES: dict[KVType, int] = {"float32": 0, "float16": 0, "int8": 4}  # per token, KV head, and K or V
+QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
+KV_TILE = 16  # tokens: blocks hold whole tiles
+
+
+@cache
+def library() -> ModuleType | None:
+    """`mainspring_native`, or None where it is not installed or this processor cannot run any of it."""
+    try:
+        import mainspring_native
+    except ImportError as error:
+        logger.debug("no native kernels: %s", error)
+        return None
+    return mainspring_native if mainspring_native.runnable_variants() else None
+
+
+def why_not() -> str:
+    """Why there are no native kernels here, and what to do."""
+    try:
+        import mainspring_native  # noqa: F401
+    except ImportError as error:
+        return f"mainspring-native is not installed ({error}); pip install 'mainspring[native]'"
+    return "this processor has none of the instruction sets that mainspring-native is compiled for"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix as the native kernels hold it: parts, stacked, whose types may differ."""
+
+    parts: tuple[Any, ...]  # of mainspring_native.Matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.rows for part in self.parts), self.parts[0].columns
+
+
+class NativeOps:
+    """A backend on the native library.
+
+    Raises `ConfigError` if there is none, or for a variant that this processor cannot run.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        *,
+        num_threads: int | None = None,
+        variant: str = "auto",
+        activations: Activations = "int8",
+        kv_type: KVType = "float16",
+    ) -> None:
+        native = library()
+        if native is None:
+            raise ConfigError(f"kernels native: {why_not()}; or use kernels numpy")
+        self._native = native
+        self.variant = choose_variant(variant)
+        self.num_threads = native.num_usable_cpus() if num_threads is None else num_threads
+        self.activations: Activations = activations
+        self.kv_type: KVType = kv_type
+        self.name = f"native {self.variant}"
+        self.pool = native.Pool(self.num_threads)
+        self._machine = native.Machine(self.pool, self.variant, activations == "int16")
+        self._max_rows = max_rows
+        self._recorder = Recorder()
+        self._weights: dict[str, Weight] = {}
+        self._storages: dict[Storage, int] = {}
+        self._ropes: dict[str, int] = {}
+        self._programs: dict[tuple[str, Walk], _Loaded] = {}
+        self._group_of_layer: dict[int, int] = {}
+        self._last: dict[str, int] = {}  # buffer -> where its last value is
+        logger.info(
+            "kernels: %s, %d thread%s, %s activations, %s KV",
+            self.name, self.num_threads, "s" if self.num_threads > 1 else "", activations, kv_type,
+        )  # fmt: skip
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        return KV_BYTES[self.kv_type]
+
+    @property
+    def kv_scale_bytes(self) -> int:
+        return KV_SCALE_BYTES[self.kv_type]
+
+    # Set-up.
+
+    def add_buffer(self, buffer: str, width: int) -> None:
+        self._recorder.add_buffer(buffer, width)
+
+    def add_weight(self, weight: str, value: Weight | PackedWeight) -> None:
+        assert isinstance(value, PackedWeight) or (isinstance(value, np.ndarray) and value.ndim == 1), (
+            f"{weight}: native matrices are packed"
+        )
+        self._weights[weight] = value  # type: ignore[assignment]
+        self._recorder.weights[weight] = tuple(value.shape)
+
+    def allocate_kv(self, config: KVCacheConfig) -> None:
+        if config.block_size % KV_TILE:
+            raise ConfigError(
+                f"block_size {config.block_size} must be a multiple of {KV_TILE} for native kernels; "
+                "or use kernels numpy"
+            )
+        self._recorder.allocate_kv(config)
+        layers: dict[int, tuple[int, int, int]] = {}
+        for index, group in enumerate(config.groups):
+            for tensor, layer in enumerate(group.layers):
+                layers[layer] = (tensor, group.spec.num_kv_heads, group.spec.head_size)
+                self._group_of_layer[layer] = index
+        self._machine.allocate_kv(
+            config.num_blocks,
+            config.block_size,
+            config.bytes_per_block // max(1, config.num_tensors),
+            config.num_tensors,
+            [layers[layer] for layer in sorted(layers)],
+            KV_FORMS[self.kv_type],
+        )
+
+    def release_kv(self) -> None:
+        self._machine.release_kv()
+
+    # A pass.
+
+    def run(self, batch: Batch, walk: Walk) -> None:
+        contract.check_batch(batch, self._recorder.num_groups)
+        loaded = self._programs.get(("batch", walk)) or self._load("batch", walk, None)
+        self._last = loaded.last
+        loaded.program.run_batch(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            [np.ascontiguousarray(table) for table in batch.block_tables],
+            list(batch.slot_mapping),
+        )
+
+    def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
+        assert rows.shape[1] == self._recorder.widths[buffer]
+        loaded = self._programs.get(("rows", walk)) or self._load("rows", walk, buffer)
+        self._last = loaded.last
+        loaded.program.run_rows(loaded.given, np.ascontiguousarray(rows))
+
+    def run_largest(
+        self, buffer: str, rows: Floats, walk: Walk, masks: Sequence[Ints | None] = ()
+    ) -> tuple[Ints, Floats]:
+        """The largest output of the product that ends `walk`, for rows [S, width] put into `buffer`.
+
+        Gives ids [S], the lowest among equals, -1 where `masks` allow none, and the values [S]; a NaN is
+        larger than anything. masks: per row the words of a bit mask of allowed outputs, or None; or empty.
+        Outputs that no row may take are not computed.
+        """
+        loaded = self._programs.get(("largest", walk)) or self._load("largest", walk, buffer)
+        masks = [mask if mask is None else np.ascontiguousarray(mask) for mask in masks]
+        ids, values = loaded.program.run_argmax(
+            loaded.given, np.ascontiguousarray(rows), loaded.num_columns, masks
+        )
+        return ids, values
+
+    def read(self, buffer: str) -> Floats:
+        rows: Floats = self._machine.rows(self._last[buffer])
+        return rows
+
+    # Recording.
+
+    def _load(self, kind: str, walk: Walk, given: str | None) -> _Loaded:
+        self._recorder.calls = []
+        walk(self._recorder)  # checks shapes and notes calls; a walk sees no batch
+        weights = Weights(self._part_rows, self._reads_encoded)
+        calls = self._recorder.calls
+        if kind == "largest":
+            assert given is not None
+            recorded = largest(calls, weights, given=given)
+        else:
+            # the buffer that the walk writes last is what will be read
+            recorded = record(calls, weights, given=given, kept=_last_written(calls))
+        loaded = self._programs[kind, walk] = self._build(recorded, given)
+        return loaded
+
+    def _build(self, recorded: Recorded, given: str | None) -> _Loaded:
+        program = self._native.Program(self._machine)
+        num_columns = 0
+        ropes = sorted({i.operands[1] for i in recorded.instructions if i.op in ("rope", "rope_write")})
+        for rope in ropes:
+            program.angles(self._rope(rope))
+        for op, operands in recorded.instructions:
+            if op == "argmax":
+                num_columns = self._parts(operands[1])[0].rows
+            getattr(self, f"_add_{op}")(program, *operands)
+        last = {name: self._place(storage) for name, storage in recorded.last.items()}
+        self._machine.reserve(self._max_rows)
+        return _Loaded(program, last, -1 if given is None else last[given], num_columns)
+
+    def _place(self, storage: Storage) -> int:
+        if storage not in self._storages:
+            place = self._machine.add_buffer(self._recorder.widths[storage.buffer])
+            self._machine.want(place, storage.floats, storage.encoded)
+            self._storages[storage] = place
+        return self._storages[storage]
+
+    def _rope(self, freqs: str) -> int:
+        if freqs not in self._ropes:
+            frequencies = self._weights[freqs]
+            assert isinstance(frequencies, np.ndarray)
+            self._ropes[freqs] = self._machine.add_rope(frequencies.tolist())
+        return self._ropes[freqs]
+
+    def _parts(self, weight: str) -> tuple[Any, ...]:
+        value: Any = self._weights[weight]
+        assert isinstance(value, PackedWeight)
+        return value.parts
+
+    def _part_rows(self, weight: str) -> list[int]:
+        return [part.rows for part in self._parts(weight)]
+
+    def _reads_encoded(self, weight: str) -> tuple[bool, bool]:
+        encoded = [part.form in QUANTISED for part in self._parts(weight)]
+        return not all(encoded), any(encoded)
+
+    def _plan(self, layer: int, shape: AttentionShape) -> int:
+        plan: int = self._machine.attention_plan(
+            self._group_of_layer[layer],
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+            shape.scale,
+            shape.sliding_window or 0,
+            0.0,
+            shape.causal,
+        )
+        return plan
+
+    # One method per instruction: storages and handles become numbers and objects.
+
+    def _add_embedding(self, program: Any, out: Storage, weight: str) -> None:
+        (part,) = self._parts(weight)
+        program.embedding(self._place(out), part)
+
+    def _add_rms_norm(self, program: Any, out: Storage, x: Storage, weight: str, eps: float) -> None:
+        program.rms_norm(self._place(out), self._place(x), self._weights[weight], eps)
+
+    def _add_linear(self, program: Any, out: Storage, x: Storage, weight: str, add: bool = False) -> None:
+        parts, column = [], 0
+        for part in self._parts(weight):
+            parts.append((part, column))
+            column += part.rows
+        program.linear(self._place(out), self._place(x), parts, add)
+
+    def _add_linear_add(self, program: Any, out: Storage, x: Storage, weight: str) -> None:
+        self._add_linear(program, out, x, weight, add=True)
+
+    def _add_gated(self, program: Any, out: Storage, x: Storage, weight: str) -> None:
+        gate, up = self._parts(weight)
+        program.gated(self._place(out), self._place(x), gate, up)
+
+    def _add_argmax(self, program: Any, x: Storage, weight: str) -> None:
+        (part,) = self._parts(weight)
+        program.argmax(self._place(x), part)
+
+    def _add_add(self, program: Any, out: Storage, x: Storage) -> None:
+        program.add(self._place(out), self._place(x))
+
+    def _add_silu_gate(self, program: Any, out: Storage, x: Storage) -> None:
+        program.silu_gate(self._place(out), self._place(x))
+
+    def _add_encode(self, program: Any, x: Storage) -> None:
+        program.encode(self._place(x))
+
+    def _add_rope(
+        self, program: Any, x: Storage, freqs: str, num_heads: int, head_size: int, interleaved: bool
+    ) -> None:
+        program.rope(self._place(x), self._rope(freqs), num_heads, head_size, interleaved)
+
+    def _add_rope_write(
+        self,
+        program: Any,
+        x: Storage,
+        freqs: str,
+        num_heads: int,
+        head_size: int,
+        interleaved: bool,
+        layer: int,
+        shape: AttentionShape,
+    ) -> None:
+        program.rope(
+            self._place(x),
+            self._rope(freqs),
+            num_heads,
+            head_size,
+            interleaved,
+            layer,
+            self._plan(layer, shape),
+            shape.q_width,
+        )
+
+    def _add_write_kv(self, program: Any, layer: int, qkv: Storage, shape: AttentionShape) -> None:
+        program.write_kv(self._place(qkv), layer, self._plan(layer, shape), shape.q_width)
+
+    def _add_attention(
+        self, program: Any, out: Storage, layer: int, qkv: Storage, shape: AttentionShape
+    ) -> None:
+        program.attention(self._place(out), self._place(qkv), layer, self._plan(layer, shape))
+
+
+class _Loaded(NamedTuple):
+    """A recorded program on the machine."""
+
+    program: Any
+    last: dict[str, int]
+    given: int  # where rows from outside go; -1: none
+    num_columns: int  # of an argmax
+
+
+def _last_written(calls: Sequence[contract.Call]) -> str:
+    for call in reversed(calls):
+        if call.op in ("rms_norm", "linear", "add", "silu_gate", "attention", "embedding"):
+            buffer: str = call.operands[0]
+            return buffer
+    raise NotImplementedError("a walk that writes no buffer")
+
+
+def choose_variant(wanted: str) -> str:
+    """The instruction-set variant to use; "auto" is the fastest of those this processor can run."""
+    native = library()
+    assert native is not None
+    runnable: list[str] = native.runnable_variants()
+    if wanted == "auto":
+        return fastest_variant()
+    if wanted not in runnable:
+        raise ConfigError(
+            f"instruction_set {wanted!r} cannot be used on this processor; expected one of: auto, "
+            + ", ".join(runnable)
+        )
+    return wanted
+
+
+@cache
+def fastest_variant() -> str:
+    """By measuring, for some milliseconds: a wider instruction set is not always the faster one."""
+    native = library()
+    assert native is not None
+    runnable: list[str] = native.runnable_variants()
+    return max(runnable, key=native.measure_variant) if len(runnable) > 1 else runnable[0]
+
+
+def measured_variants() -> list[tuple[str, float]]:
+    """(variant, GOP/s of a small product) of all that this processor can run: for `doctor`."""
+    native = library()
+    if native is None:
+        return []
+    measure: Callable[[str], float] = native.measure_variant
+    return [(variant, measure(variant)) for variant in native.runnable_variants()]

@@ -1,0 +1,204 @@
+"""Weights into the native kernels' layout: packed once, by all threads, and kept on disk for the next start.
+
+Theory of operation.
+- Where every part of every matrix lies is decided by the model's shape and the file's tensor types alone, so
+  an image that was written once can be bound without looking at the file's weights.
+- Vectors (norms, frequency factors) are small and stay float32, read from the file each time.
+- A file's numbers are judged when they are packed; an image holds judged ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mainspring.base.errors import CheckpointError
+from mainspring.base.log import get_logger
+from mainspring.checkpoint.images import Image, open_image, private_memory
+from mainspring.checkpoint.quoting import quoted
+from mainspring.kernels.native import NativeOps, PackedWeight, library
+from mainspring.kernels.ops import Floats
+from mainspring.models.families import Model, TensorSource
+from mainspring.models.spec import ModelSpec, Part, weight_table
+
+logger = get_logger(__name__)
+
+PLANE = 64  # bytes: where a matrix may begin
+ROWS = 256  # packed by one call: some hundred microseconds of work; a multiple of a panel
+KEPT_AS_IS = "as the file"
+
+Progress = Callable[[int, int], None]  # (bytes packed, of how many)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One stacked part of a weight, and where it lies in the image."""
+
+    handle: str
+    part: Part
+    tensor: str  # the file's name of it; "" for random weights
+    matrix: Any  # mainspring_native.Matrix
+    offset: int
+
+
+def packed_type(tensor_type: str, quantization: str | None) -> str:
+    """What a tensor of `tensor_type` is packed as: a type that the native library knows, or "q8" or "q4"."""
+    match quantization:
+        case None:
+            return tensor_type
+        case "f16" | "bf16":
+            return quantization.upper()
+        case _:
+            return quantization
+
+
+def place_weights(
+    model: Model, type_of: Callable[[str], str], quantization: str | None
+) -> tuple[list[Placed], int]:
+    """Every matrix of the model with its place, and the bytes of all together.
+
+    Raises `CheckpointError` for a tensor type that has no native form.
+    """
+    native = library()
+    assert native is not None
+    placed, end = [], 0
+    for handle, parts in weight_table(model.spec):
+        for part in parts:
+            if len(part.shape) != 2:
+                continue
+            tensor = model.names.get(part.role, "")
+            kind = packed_type(type_of(tensor), quantization)
+            try:
+                matrix = native.Matrix(kind, *part.shape)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"tensor {quoted(tensor)}: {error}; use kernels numpy, or quantization f16"
+                ) from None
+            placed.append(Placed(handle, part, tensor, matrix, end))
+            end += -(-matrix.num_bytes // PLANE) * PLANE
+    return placed, end
+
+
+def pack_weights(
+    model: Model,
+    source: TensorSource,
+    ops: NativeOps,
+    path: str,
+    quantization: str | None,
+    progress: Progress | None = None,
+) -> str:
+    """Give every matrix of `model` to `ops`; says in a word how: the types that they are held in.
+
+    Raises `CheckpointError` naming the tensor that holds NaN or infinity.
+    """
+    placed, num_bytes = place_weights(model, lambda tensor: source.info(tensor).type, quantization)
+    image = open_image(path, quantization or KEPT_AS_IS, num_bytes)
+    _bind(placed, image)
+    if not image.is_filled:
+        try:
+            _pack(placed, source, ops.num_threads, quantization, progress)
+        except BaseException:
+            image.drop()
+            raise
+        image.keep()
+        source.drop_pages()
+    _hand_over(placed, ops)
+    return _forms(placed)
+
+
+def pack_random(spec: ModelSpec, ops: NativeOps, quantization: str | None, seed: int) -> str:
+    """Random matrices, as `weights.dummy_weights` makes them, in 16 bit or quantised."""
+    placed, num_bytes = place_weights(Model(spec, {}), lambda tensor: "F16", quantization)
+    _bind(placed, Image(private_memory(num_bytes), False))
+    rng = np.random.default_rng(seed)
+    for place in placed:
+        values = rng.standard_normal(place.part.shape, np.float32) * np.float32(place.part.shape[1] ** -0.5)
+        _pack_values(place.matrix, values, 0)
+    _hand_over(placed, ops)
+    return _forms(placed)
+
+
+def _forms(placed: list[Placed]) -> str:
+    return ", ".join(sorted({place.matrix.form for place in placed}))
+
+
+def _bind(placed: list[Placed], image: Image) -> None:
+    for place in placed:
+        place.matrix.bind(image.memory[place.offset : place.offset + place.matrix.num_bytes])
+
+
+def _hand_over(placed: list[Placed], ops: NativeOps) -> None:
+    parts: dict[str, list[Any]] = {}
+    for place in placed:
+        parts.setdefault(place.handle, []).append(place.matrix)
+    for handle, matrices in parts.items():
+        ops.add_weight(handle, PackedWeight(tuple(matrices)))
+
+
+def _pack(
+    placed: list[Placed],
+    source: TensorSource,
+    num_threads: int,
+    quantization: str | None,
+    progress: Progress | None,
+) -> None:
+    total, done = sum(place.matrix.num_bytes for place in placed), 0
+
+    def pack(job: tuple[Placed, int, int]) -> int:
+        place, begin, end = job
+        if quantization is None:
+            _pack_raw(place, source, begin, end)
+        else:
+            _pack_values(place.matrix, _values(place, source, begin, end), begin)
+        packed: int = place.matrix.num_bytes * (end - begin) // place.part.shape[0]
+        return packed
+
+    for place in placed:
+        if not source.is_finite(place.tensor):
+            raise CheckpointError(
+                f"tensor {quoted(place.tensor)} holds NaN or infinity; expected finite weights: "
+                "a damaged file?"
+            )
+    with ThreadPoolExecutor(num_threads, "packing") as threads:
+        for num_bytes in threads.map(pack, _jobs(placed)):
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
+
+
+def _jobs(placed: list[Placed]) -> Iterator[tuple[Placed, int, int]]:
+    for place in placed:
+        num_rows = place.part.shape[0]
+        for begin in range(0, num_rows, ROWS):
+            yield place, begin, min(begin + ROWS, num_rows)
+
+
+def _pack_raw(place: Placed, source: TensorSource, begin: int, end: int) -> None:
+    row_bytes = place.matrix.row_bytes
+    place.matrix.pack(source.raw(place.tensor)[begin * row_bytes : end * row_bytes], begin, end)
+
+
+def _values(place: Placed, source: TensorSource, begin: int, end: int) -> Floats:
+    return source.dequantise_rows(place.tensor, begin, end)
+
+
+def _pack_values(matrix: Any, values: Floats, begin: int) -> None:
+    """Floats into a 16-bit or a quantised form."""
+    end = begin + len(values)
+    if matrix.form == "F16":
+        matrix.pack(values.astype(np.float16).view(np.uint8).reshape(-1), begin, end)
+    elif matrix.form == "BF16":
+        matrix.pack(_bfloat16(values).view(np.uint8).reshape(-1), begin, end)
+    else:
+        matrix.pack_floats(values, begin, end)
+
+
+def _bfloat16(values: Floats) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """The upper halves, rounded to nearest even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.astype(np.uint16)
