@@ -45,10 +45,12 @@ ROOMS = {
         {"base", "checkpoint", "grammar", "engine"},
         ARRAYS | {"tokenizers", "jinja2", "tqdm", "opentelemetry"},
     ),
-    "server": Room(7, {"base", "checkpoint", "frontend"}, ARRAYS | {"uvicorn", "prometheus_client"}),
+    "server": Room(
+        7, {"base", "checkpoint", "frontend"}, ARRAYS | {"starlette", "uvicorn", "prometheus_client"}
+    ),
     "bench": Room(7, BELOW_BENCH, ARRAYS | {"tqdm"}),
     "testing": Room(7, BELOW_BENCH, ARRAYS),
-    "cli": Room(8, BELOW_BENCH | {"server", "bench", "testing"}, ARRAYS | {"tqdm"}),
+    "cli": Room(8, BELOW_BENCH | {"server", "bench", "testing"}, ARRAYS | {"tqdm", "uvloop", "yaml"}),
 }
 DEVICE_FILES = {"torch_ops.py", "collectives.py"}  # and the folder triton/: where kernels may name torch
 BLIND = {  # what a room must not know of the standard library

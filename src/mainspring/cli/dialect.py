@@ -61,10 +61,11 @@ class Parser(argparse.ArgumentParser):
         words = ["--help" if word == SHOW_ALL else word for word in argv]
         given, unknown = self.parse_known_args(one_spelling(words))
         if unknown:
-            self.error(self._stranger(unknown[0]))
+            self.error(self.explain_stranger(unknown[0]))
         return given
 
-    def _stranger(self, word: str) -> str:
+    def explain_stranger(self, word: str) -> str:
+        """What to say of a word that is no flag here."""
         if not word.startswith("-"):
             return f"{word!r} belongs to no flag; {self.prog} --help lists the flags"
         name = word.partition("=")[0]

@@ -27,6 +27,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "chat": Entry("chat", "talk with a model"),
     "generate": Entry("generate", "continue a text"),
+    "serve": Entry("serve", "serve a model to clients of the OpenAI API"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
     "bench": Entry("bench", "measure this machine: scheduler, throughput, startup"),
     "doctor": Entry("doctor", "what mainspring found here: kernels, cores, memory, models"),

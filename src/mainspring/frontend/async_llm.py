@@ -328,6 +328,14 @@ class RequestStream:
         self._is_over = output.finished
         return output
 
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
     async def aclose(self) -> None:
         """Idempotent."""
         if internal_ids := self._streams.close(self._stream):
@@ -456,6 +464,7 @@ class AsyncLLM:
         client = self._attached()
         params = SamplingParams() if sampling_params is None else sampling_params
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
+        await self._input_processor.check_structure(params)
         text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)
         self._streams.admission.judge(len(requests), sum(len(r.prompt_token_ids) for r in requests))
         opened = self._streams.open(request_id, text, requests, trace_headers)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from mainspring.base.errors import CheckpointError, RequestError
+from mainspring.base.errors import CheckpointError, ConfigError, RequestError
 from mainspring.frontend.template_sandbox import MeteredEnvironment, metered
 from mainspring.frontend.tokenizer import Tokenizer
 
@@ -130,6 +131,21 @@ class ChatTemplate:
                 "continue_final_message",
             )
         return head if tail.startswith(" ") else head.rstrip()
+
+
+def template_text(source: str) -> str:
+    """`source` itself, or the contents of the file it names. What has no brace says nothing as a template."""
+    if not isinstance(source, str) or not source:
+        raise ConfigError(f"chat_template must be a template or its file, got {source!r}")
+    if "{" in source or "\n" in source:
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"chat_template {source!r} is neither a template nor a file of one: {why}"
+        ) from None
 
 
 def _refused(what: str) -> RequestError:

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -313,28 +312,13 @@ class LLM:
                     del self._calls[output.request_id]
 
     def _template(self, source: str | None) -> ChatTemplate:
-        from mainspring.frontend.chat_template import ChatTemplate
+        from mainspring.frontend.chat_template import ChatTemplate, template_text
 
         source = self._chat_template if source is None else source
         if source not in self._templates:
-            text = None if source is None else _template_text(source)
+            text = None if source is None else template_text(source)
             self._templates[source] = ChatTemplate.from_tokenizer(self.get_tokenizer(), text)
         return self._templates[source]
-
-
-def _template_text(source: str) -> str:
-    """`source` itself, or the contents of the file it names. What has no brace says nothing as a template."""
-    if not isinstance(source, str) or not source:
-        raise ConfigError(f"chat_template must be a template or its file, got {source!r}")
-    if "{" in source or "\n" in source:
-        return source
-    try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"chat_template {source!r} is neither a template nor a file of one: {why}"
-        ) from None
 
 
 def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -1,0 +1,156 @@
+"""From prompts to an answer on the wire, whole or streamed: the same for every endpoint that generates.
+
+Rules.
+1. A request is accepted by the engine before the first byte of a reply is sent, so whatever can be refused is
+   refused with a status of its own; after that a failure is the stream's last event but one.
+2. Every stream ends: with `[DONE]`, after an error too. Only a client that has left gets nothing.
+3. When a reply is over, in whatever way, nothing of it is left in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mainspring.base.outputs import RequestOutput
+from mainspring.base.params import SamplingParams
+from mainspring.frontend.async_llm import AsyncLLM, RequestStream
+from mainspring.server.errors import as_api_error
+from mainspring.server.http import JSONReply, cancelled, disconnected, encode, while_connected
+from mainspring.server.prompts import TokenPrompt
+from mainspring.server.writing import Writer
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Question(NamedTuple):
+    """What the engine is asked: prompts that share their parameters."""
+
+    id: str
+    prompts: Sequence[TokenPrompt]
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+
+
+async def answer(
+    llm: AsyncLLM, request: Request, question: Question, writer: Writer, keep_alive_s: float | None
+) -> Response:
+    """`keep_alive_s` is None for a reply in one piece; 0: a stream that is silent while nothing happens."""
+    if keep_alive_s is None:
+        return JSONReply(await while_connected(request.receive, _whole(llm, question, writer)))
+    async with AsyncExitStack() as opened:
+        streams = [await opened.enter_async_context(stream) async for stream in _ask(llm, question)]
+        return EventStream(streams, opened.pop_all(), writer, keep_alive_s)
+
+
+async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.Struct:
+    async with AsyncExitStack() as opened:
+        streams = [await opened.enter_async_context(stream) async for stream in _ask(llm, question)]
+        return writer.whole([await anext(stream) for stream in streams])
+
+
+async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]:
+    for index, prompt in enumerate(question.prompts):
+        given: Mapping[str, Any] = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+        yield await llm.add_request(
+            question.id if len(question.prompts) == 1 else f"{question.id}-{index}",
+            given,
+            question.params,
+            priority=question.priority,
+            cache_salt=question.cache_salt,
+        )
+
+
+class EventStream(Response):
+    """Server-sent events, written as they come. A reader that is slow gets fewer and longer ones: while it is
+    waited for, the engine's outputs are merged."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, streams: list[RequestStream], opened: AsyncExitStack, writer: Writer, keep_alive_s: float
+    ) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # for proxies that would wait for more
+        self._streams = streams
+        self._opened = opened
+        self._writer = writer
+        self._keep_alive_s = keep_alive_s
+        self._last_write_s = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._opened:
+            writing = asyncio.ensure_future(self._write(send))
+            gone = asyncio.ensure_future(disconnected(receive))
+            tasks: set[asyncio.Future[Any]] = {writing, gone}
+            if self._keep_alive_s:
+                tasks.add(asyncio.ensure_future(self._keep_alive(send)))
+            try:
+                await asyncio.wait({writing, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if writing.done():
+                    writing.result()
+            finally:
+                await cancelled(*tasks)
+
+    async def _write(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        writer = self._writer
+        try:
+            async with aclosing(_merged(self._streams)) as outputs:
+                async for index, output in outputs:
+                    if events := b"".join(map(event, writer.chunks(index, output))):
+                        await self._send(send, events)
+            rest = b"".join(map(event, writer.last())) + DONE
+        except Exception as error:
+            rest = event(as_api_error(error).reply) + DONE
+        await self._send(send, rest, more=False)
+
+    async def _send(self, send: Any, events: bytes, more: bool = True) -> None:
+        if self._keep_alive_s:
+            self._last_write_s = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": events, "more_body": more})
+
+    async def _keep_alive(self, send: Any) -> None:
+        """A comment whenever nothing was sent for so long."""
+        loop = asyncio.get_running_loop()
+        self._last_write_s = loop.time()
+        while True:
+            silent_s = loop.time() - self._last_write_s
+            if silent_s >= self._keep_alive_s:
+                await self._send(send, KEEP_ALIVE)
+                silent_s = 0.0
+            await asyncio.sleep(self._keep_alive_s - silent_s)
+
+
+def event(data: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % encode(data)
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What comes from any of them, with its index, in the order in which it comes."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(ready, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                output = task.result()
+                yield index, output
+                if not output.finished:
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        await cancelled(*waiting)

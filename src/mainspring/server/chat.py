@@ -1,0 +1,166 @@
+"""`/v1/chat/completions`: outputs of the engine, as an OpenAI client reads them.
+
+The first output of a stream brings a chunk with the role for each answer. A token whose text is held back (it
+may be the beginning of a stop string, or of a character) brings no chunk of its own, unless log-probabilities
+or token ids are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import UNSET
+
+from mainspring.base.outputs import CompletionOutput, RequestOutput
+from mainspring.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mainspring.server.prompts import TokenPrompt
+from mainspring.server.replies import (
+    CachedTokens,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatReply,
+)
+from mainspring.server.requests import ChatRequest
+from mainspring.server.writing import Head, Reporting, Tally, check_no_error
+
+
+class ChatWriter:
+    """Fits `writing.Writer`. One conversation, `n` answers."""
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        prompt: TokenPrompt,
+        head: Head,
+        names: TokenNames,
+        reporting: Reporting,
+        role: str = "assistant",
+    ) -> None:
+        self._head = head
+        self._prompt = prompt
+        self._names = names
+        self._reporting = reporting
+        self._n = body.n or 1
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._with_ids = bool(body.return_token_ids)
+        self._with_text = bool(body.return_prompt_text)
+        begun = body.messages[-1] if body.messages and not _adds_prompt(body) else None
+        self._role = str(begun["role"]) if begun is not None else role
+        self._echo = _text(body.messages[-1]) if body.echo and body.messages[-1]["role"] == self._role else ""
+        self._tally = Tally()
+        self._has_begun = False
+
+    # --- whole ----------------------------------------------------------------------------------------------
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatReply:
+        [output] = outputs
+        self._tally.add(0, output)
+        cached = CachedTokens(self._tally.num_cached_tokens) if self._reporting.cached_tokens else None
+        head = self._head
+        return ChatReply(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(answer) for answer in output.outputs],
+            system_fingerprint=head.fingerprint,
+            usage=self._tally.usage(cached),
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+            prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
+            prompt_text=self._prompt.text if self._with_text else None,
+        )
+
+    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+        check_no_error(answer)
+        return ChatChoice(
+            answer.index,
+            ChatMessage(self._role, self._echo + answer.text),
+            self._logprobs(answer),
+            answer.finish_reason,
+            answer.stop_reason,
+            answer.token_ids if self._with_ids else None,
+        )
+
+    def _logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
+        if self._num_top is None or answer.logprobs is None:
+            return None
+        return chat_logprobs(answer.logprobs, answer.token_ids, self._num_top, self._names)
+
+    # --- stream ---------------------------------------------------------------------------------------------
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
+        for answer in output.outputs:
+            check_no_error(answer)
+        if not self._has_begun:
+            yield from self._beginning(output)
+        self._tally.add(prompt_index, output)
+        for answer in output.outputs:
+            if answer.finish_reason is not None:
+                yield self._end(answer)
+            elif answer.text or ((self._with_ids or self._num_top is not None) and answer.token_ids):
+                yield self._chunk(self._piece(answer))
+
+    def last(self) -> Iterator[ChatChunk]:
+        if not self._reporting.usage_at_end:
+            return
+        cached = CachedTokens(self._tally.num_cached_tokens, multimodal_tokens=UNSET)
+        chunk = self._chunk()
+        chunk.usage = self._tally.usage(cached if self._reporting.cached_tokens else UNSET, UNSET)
+        chunk.system_fingerprint = self._head.fingerprint
+        yield chunk
+
+    def _beginning(self, output: RequestOutput) -> Iterator[ChatChunk]:
+        self._has_begun = True
+        self._tally.add(0, RequestOutput(output.request_id, None, output.prompt_token_ids))
+        for index in range(self._n):
+            chunk = self._chunk(ChatChunkChoice(index, ChatDelta(self._role, "")))
+            chunk.prompt_token_ids = output.prompt_token_ids if self._with_ids else None
+            chunk.prompt_text = self._prompt.text if self._with_text else None
+            yield chunk
+        if self._echo:
+            for index in range(self._n):
+                yield self._chunk(ChatChunkChoice(index, ChatDelta(content=self._echo), token_ids=None))
+
+    def _piece(self, answer: CompletionOutput) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            answer.index,
+            ChatDelta(content=answer.text),
+            self._logprobs(answer),
+            token_ids=answer.token_ids if self._with_ids else None,
+        )
+
+    def _end(self, answer: CompletionOutput) -> ChatChunk:
+        choice = self._piece(answer)
+        if not answer.text:
+            choice.delta = ChatDelta()
+        choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
+        chunk = self._chunk(choice)
+        chunk.system_fingerprint = self._head.fingerprint
+        return chunk
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
+        head = self._head
+        return ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=list(choices),
+            usage=self._tally.usage() if self._reporting.usage_always else UNSET,
+        )
+
+
+def _adds_prompt(body: ChatRequest) -> bool:
+    """Whether the template begins a new message for the answer."""
+    if body.add_generation_prompt is None:
+        return not body.continue_final_message
+    return body.add_generation_prompt
+
+
+def _text(message: dict[str, object]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,102 @@
+"""What went wrong, as a client reads it: one envelope for every path and every status.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": <the status>}}
+
+Rules.
+1. Whatever is raised while a request is served becomes an `ApiError` by `as_api_error`, and that is what is
+   sent: before the headers as a response, after them as an event of the stream.
+2. A message is bounded and one line. It quotes little of what was sent, so a small mistake in a big request
+   has a small answer (case B143).
+3. Only what is our own fault is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mainspring.base.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueOverflowError,
+    RequestError,
+    innermost,
+)
+from mainspring.base.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_MESSAGE = 1000  # characters
+RETRY_AFTER_S = 1  # for who is refused because others wait
+LOADING_RETRY_AFTER_S = 5  # for who is refused because nobody can be served yet, or any more
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ErrorInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None  # the field at fault, where one is
+    code: int
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """A refusal or a failure. `param`: the field at fault; `retry_after_s`: when to try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_after_s: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = _bounded(message)
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
+
+    @property
+    def reply(self) -> ErrorReply:
+        kind = TYPES.get(self.status, "Error")
+        return ErrorReply(ErrorInfo(self.message, kind, self.param, self.status))
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The one place that knows which exception has which status."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), error.param)
+        case QueueOverflowError():
+            return ApiError(503, str(error), retry_after_s=RETRY_AFTER_S)
+        case EngineDeadError():
+            return ApiError(503, str(error), retry_after_s=LOADING_RETRY_AFTER_S)
+        case RecursionError():
+            return ApiError(400, "the request is nested too deeply; expected fewer lists inside of lists")
+        case EngineError():
+            return ApiError(500, str(error))
+    logger.error("a request failed in the server", exc_info=error)
+    return ApiError(500, f"the server failed: {innermost(error)}")
+
+
+def _bounded(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

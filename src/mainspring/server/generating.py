@@ -1,0 +1,123 @@
+"""The two endpoints that generate: a request is read, judged, rendered and asked of the engine; `answering`
+does the rest. Texts that are long are rendered in a thread, so nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mainspring.base.params import SamplingParams
+from mainspring.server.answering import Question, answer
+from mainspring.server.chat import ChatWriter
+from mainspring.server.completions import CompletionWriter
+from mainspring.server.errors import ApiError
+from mainspring.server.logprobs import TokenNames
+from mainspring.server.prompts import TokenPrompt, chat_prompt, completion_prompts, is_long, truncated
+from mainspring.server.reading import answer_id, priority_of, read
+from mainspring.server.refused import refuse_unsupported
+from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from mainspring.server.sampling import chat_params, completion_params
+from mainspring.server.service import Service
+from mainspring.server.writing import Head, Reporting, Writer
+
+T = TypeVar("T")
+MAX_SALT = 128
+SALT_TABOO = set("@/\\\0")
+
+
+async def create_chat_completion(service: Service, request: Request) -> Response:
+    llm = service.llm
+    body = await read(service, request, ChatRequest)
+    model = service.check_model(body.model)
+    refuse_unsupported(body)
+    params = chat_params(body, service.sampling_defaults, llm.max_model_len)
+    if not body.messages:
+        raise ApiError(400, "messages is empty; give at least one", "messages")
+
+    def render() -> TokenPrompt:
+        return truncated(chat_prompt(body, service.chats), body, llm.max_model_len)
+
+    prompt = await _off_loop_if(is_long(body.messages), render)
+    head = _head(service, request, body, "chatcmpl", model)
+    writer = ChatWriter(
+        body, prompt, head, _names(service, body), _reporting(service, body), service.settings.response_role
+    )
+    return await _answer(service, request, body, head, [prompt], params, writer)
+
+
+async def create_completion(service: Service, request: Request) -> Response:
+    llm = service.llm
+    body = await read(service, request, CompletionRequest)
+    model = service.check_model(body.model)
+    refuse_unsupported(body)
+    params = completion_params(body, service.sampling_defaults, llm.max_model_len)
+
+    def render() -> list[TokenPrompt]:
+        return completion_prompts(body, service.chats.tokenizer, llm.max_model_len)
+
+    prompts = await _off_loop_if(is_long(body.prompt), render)
+    head = _head(service, request, body, "cmpl", model)
+    writer = CompletionWriter(
+        body, prompts, head, _names(service, body), _reporting(service, body), _decoder(service)
+    )
+    return await _answer(service, request, body, head, prompts, params, writer)
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    head: Head,
+    prompts: list[TokenPrompt],
+    params: SamplingParams,
+    writer: Writer,
+) -> Response:
+    question = Question(head.id, prompts, params, priority_of(request, body.priority), _salt(body.cache_salt))
+    keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
+    return await answer(service.llm, request, question, writer, keep_alive_s)
+
+
+async def _off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if is_slow else work()
+
+
+def _head(service: Service, request: Request, body: GenerationRequest, prefix: str, model: str) -> Head:
+    name = f"{prefix}-{answer_id(request, body.request_id)}"
+    return Head(name, int(time.time()), model, service.fingerprint)
+
+
+def _names(service: Service, body: GenerationRequest) -> TokenNames:
+    as_ids = body.return_tokens_as_token_ids
+    if as_ids is None:
+        as_ids = service.settings.return_tokens_as_token_ids
+    tokenizer = service.chats.tokenizer
+    return TokenNames(None if tokenizer is None else tokenizer.token_bytes, as_ids)
+
+
+def _reporting(service: Service, body: GenerationRequest) -> Reporting:
+    settings = service.settings
+    return Reporting.of(
+        body.stream_options,
+        cached_tokens=settings.enable_prompt_tokens_details,
+        force_usage=settings.enable_force_include_usage,
+    )
+
+
+def _decoder(service: Service) -> Callable[[list[int]], str]:
+    tokenizer = service.chats.tokenizer
+    if tokenizer is None:
+        return lambda token_ids: ""
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _salt(salt: Any) -> str | None:
+    if salt is not None and (not salt or len(salt) > MAX_SALT or SALT_TABOO & set(salt)):
+        raise ApiError(
+            400, f"cache_salt must have 1 to {MAX_SALT} characters and none of @, /, \\ and NUL", "cache_salt"
+        )
+    return salt

@@ -1,0 +1,165 @@
+"""From what was sent to token ids: texts, ids, chats; truncation. Pure but for the tokenizer, and slow for
+long texts, so the endpoints call it off the loop when there is much to read (`is_long`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mainspring.base.errors import CheckpointError
+from mainspring.frontend.chat_template import ChatTemplate
+from mainspring.frontend.tokenizer import Tokenizer
+from mainspring.server.errors import ApiError
+from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+
+MAX_PROMPTS = 1024  # of a request
+TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+LONG_CHARACTERS = 4096  # what takes more than a millisecond or two
+
+
+class TokenPrompt(NamedTuple):
+    text: str | None  # None where ids were given
+    token_ids: list[int]
+
+
+class Chats(NamedTuple):
+    """What the server was told of chats."""
+
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None  # None where the model has none
+    template_kwargs: Mapping[str, Any]
+    trust_request_template: bool
+
+
+def is_long(value: Any) -> bool:
+    """Whether the strings in `value`, nested lists and mappings, are long together."""
+    total = 0
+    for text in _strings(value):
+        total += len(text)
+        if total > LONG_CHARACTERS:
+            return True
+    return False
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):
+        for item in value:
+            yield from _strings(item)
+
+
+# -- completions ---------------------------------------------------------------------------------------------
+
+
+def completion_prompts(
+    body: CompletionRequest, tokenizer: Tokenizer | None, max_model_len: int
+) -> list[TokenPrompt]:
+    """Raises `ApiError` or `RequestError`."""
+    prompts = [
+        _token_prompt(given, tokenizer, body.add_special_tokens is not False)
+        for given in _separate(body.prompt)
+    ]
+    return [truncated(prompt, body, max_model_len) for prompt in prompts]
+
+
+def _separate(given: Any) -> list[Any]:
+    """Each prompt: text, or a list of ids."""
+    if given is None or given == "" or given == []:
+        raise ApiError(400, "prompt must be a text, a list of texts, token ids or a list of these", "prompt")
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt has {len(given)} prompts; at most {MAX_PROMPTS}", "prompt")
+    return list(given)
+
+
+def _token_prompt(given: Any, tokenizer: Tokenizer | None, add_special_tokens: bool) -> TokenPrompt:
+    if isinstance(given, int):
+        raise ApiError(400, "prompt mixes token ids with other prompts", "prompt")
+    if isinstance(given, list):
+        if not all(type(token) is int for token in given):
+            raise ApiError(
+                400, "prompt must be a text, a list of texts, token ids or a list of these", "prompt"
+            )
+        return TokenPrompt(None, given)
+    return TokenPrompt(given, needed(tokenizer).encode(given, add_special_tokens))
+
+
+def truncated(prompt: TokenPrompt, body: GenerationRequest, max_model_len: int) -> TokenPrompt:
+    """The last `truncate_prompt_tokens` tokens (or the first, by `truncation_side`); -1: what fits."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    most = max_model_len - 1  # room for a token of answer
+    keep = most if keep == -1 else keep
+    if not 1 <= keep <= most:
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens must be -1 or from 1 to {most}, got {keep}",
+            "truncate_prompt_tokens",
+        )
+    if body.truncation_side not in (None, "left", "right"):
+        raise ApiError(400, "truncation_side must be left or right", "truncation_side")
+    if len(prompt.token_ids) <= keep:
+        return prompt
+    kept = prompt.token_ids[:keep] if body.truncation_side == "right" else prompt.token_ids[-keep:]
+    return TokenPrompt(None, kept)
+
+
+def needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ApiError(
+            400, "the server has no tokenizer (--skip-tokenizer-init); send token ids to /v1/completions"
+        )
+    return tokenizer
+
+
+# -- chats ---------------------------------------------------------------------------------------------------
+
+
+def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPrompt:
+    """Raises `ApiError` or `RequestError`."""
+    tokenizer = needed(chats.tokenizer)
+    template = _template(body.chat_template, chats)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if taken := TAKEN & kwargs.keys():
+        raise ApiError(
+            400,
+            f"chat_template_kwargs has {', '.join(sorted(taken))}, which are fields of their own",
+            "chat_template_kwargs",
+        )
+    if isinstance(body, ChatRequest) and body.documents is not None:
+        kwargs["documents"] = body.documents
+    goes_on = bool(body.continue_final_message)
+    # `add_generation_prompt` is on unless something else is asked for
+    begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    options = {**chats.template_kwargs, **kwargs}
+    messages: Sequence[Mapping[str, Any]] = body.messages or []
+    text = template.render(messages, begins, goes_on, **options)
+    # BOS comes once, from the template or from the tokenizer, whatever `add_special_tokens` says (case B149).
+    return TokenPrompt(text, template.encode(tokenizer, messages, begins, goes_on, **options))
+
+
+def _template(given: str | None, chats: Chats) -> ChatTemplate:
+    if given is not None:
+        if not chats.trust_request_template:
+            raise ApiError(
+                400,
+                "a request may bring its own chat_template only where the server was started with "
+                "--trust-request-chat-template",
+                "chat_template",
+            )
+        try:
+            return ChatTemplate.from_tokenizer(needed(chats.tokenizer), given)
+        except CheckpointError as error:
+            raise ApiError(400, str(error), "chat_template") from None
+    if chats.template is None:
+        raise ApiError(
+            400,
+            "the model has no chat template: start the server with --chat-template, or use /v1/completions",
+        )
+    return chats.template

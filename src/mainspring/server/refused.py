@@ -1,0 +1,46 @@
+"""What clients may ask for and cannot have: refused by name, never passed over in silence.
+
+A field is refused where it asks for something; null, and the value that asks for nothing, are fine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mainspring.server.errors import ApiError
+
+TOOLS = "tools are not supported yet; leave them out"
+REASONING = "reasoning is not supported yet; leave it out"
+AUDIO = "audio is not supported: answers are text; leave it out"
+# field -> (values that ask for nothing, what to say)
+FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": ((), TOOLS),
+    "tool_choice": (("none", "auto"), "tool_choice needs tools, which are not supported yet; leave it out"),
+    "functions": ((), TOOLS),
+    "function_call": (("none", "auto"), TOOLS),
+    "reasoning_effort": (("none",), REASONING),
+    "thinking_token_budget": ((), REASONING),
+    "modalities": ((["text"],), AUDIO),
+    "audio": ((), AUDIO),
+    "web_search_options": ((), "web search is not supported; leave it out"),
+    "use_beam_search": ((False,), "beam search is not supported yet; leave it out, or use n"),
+    "logprob_token_ids": (([],), "logprobs of chosen ids are not supported yet; use logprobs"),
+    "repetition_detection": ((), "repetition detection is not supported yet; use repetition_penalty"),
+    "watermarking": ((False,), "watermarks are not supported; leave it out"),
+    "vllm_xargs": (({},), "no plugin reads extra arguments here; leave them out"),
+    "kv_transfer_params": (({},), "KV transfer is not supported yet; leave it out"),
+    "ec_transfer_params": (({},), "encoder transfer is not supported; leave it out"),
+    "return_token_offsets": ((False,), "token offsets are not supported yet; use return_token_ids"),
+    "suffix": (("",), "suffix needs a model that fills gaps, and this one continues texts; leave it out"),
+    "prompt_embeds": (([],), "prompts are text or token ids; embeddings are not supported yet"),
+}
+
+
+def refuse_unsupported(body: msgspec.Struct) -> None:
+    """Raises `ApiError` (400) for the first field of `FIELDS` that asks for something."""
+    for name, (nothing, words) in FIELDS.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in nothing:
+            raise ApiError(400, words if words.startswith(name) else f"{name}: {words}", name)

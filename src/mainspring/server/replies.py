@@ -1,0 +1,232 @@
+"""What a client receives, as types. Keys and nulls are those that clients of vLLM are used to.
+
+`MISSING` keys (msgspec's `UNSET`) are left out; the others are always there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int | None
+    created_cache_tokens: int | None = 0  # nothing is stored beyond the engine's own cache
+    multimodal_tokens: int | UnsetType | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType | None = None
+    completion_tokens_details: UnsetType | None = None
+
+
+# -- log-probabilities ---------------------------------------------------------------------------------------
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChosenLogprob] | None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]  # characters from the beginning of the choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobsReply = list[dict[str, PromptLogprob] | None]  # by token id; the first is null
+
+# -- chats ---------------------------------------------------------------------------------------------------
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    routed_experts: None = None
+
+
+class ChatReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    service_tier: None = None
+    system_fingerprint: str | None
+    usage: Usage
+    prompt_logprobs: PromptLogprobsReply | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str | None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class ChatDelta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # with the finish reason
+    token_ids: list[int] | UnsetType | None = UNSET  # not beside the role
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET  # with the finish reason, and beside the usage
+    prompt_token_ids: list[int] | UnsetType | None = UNSET  # in the first
+    prompt_text: str | UnsetType | None = UNSET  # likewise
+
+
+# -- completions ---------------------------------------------------------------------------------------------
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobsReply | None
+    prompt_token_ids: list[int] | None
+    routed_experts: None = None
+
+
+class CompletionReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    service_tier: None = None
+    system_fingerprint: str | None
+    usage: Usage
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class CompletionChunkChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_token_ids: list[int] | None  # in a choice's first
+    token_ids: list[int] | None
+
+
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+class ModelPermission(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mainspring"
+    root: str
+    parent: None = None
+    max_model_len: int
+    permission: list[ModelPermission]
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class Health(msgspec.Struct):
+    status: str  # loading, ready, draining or dead
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int  # requests that are being answered

@@ -1,0 +1,152 @@
+"""The one thing all endpoints share: where the server stands, and the engine once there is one.
+
+    LOADING ──> READY ──> DRAINING
+       └──────────┴──> a dead engine is seen by asking it, in any phase
+
+Health. `is_answering` starts a round trip through the engine core and judges by the oldest that has not come
+back, so the answer is at once, also from a core that is stuck; it turns well when the core moves again (case
+B004).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from mainspring import __version__
+from mainspring.base.errors import EngineDeadError
+from mainspring.base.log import get_logger
+from mainspring.frontend.async_llm import AsyncLLM
+from mainspring.frontend.chat_template import ChatTemplate
+from mainspring.server.errors import LOADING_RETRY_AFTER_S, ApiError
+from mainspring.server.prompts import Chats
+from mainspring.server.settings import ServerSettings
+
+logger = get_logger(__name__)
+
+
+class Phase(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Service:
+    """Everything in it happens on the server's event loop."""
+
+    def __init__(self, settings: ServerSettings, model: str) -> None:
+        """`model` names what is served, where the settings have no name for it."""
+        self.settings = settings
+        self.model_names = settings.served_model_name or [model]
+        self.model_root = model
+        self.sampling_defaults = settings.sampling_defaults
+        self.created = int(time.time())
+        self.fingerprint = f"mainspring-{__version__}-{_digest(model)}"
+        self.phase = Phase.LOADING
+        self.num_live = 0  # requests that are being answered
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._llm: AsyncLLM | None = None
+        self._chats: Chats | None = None
+        self._round_trip: asyncio.Task[None] | None = None
+        self._asked_s = 0.0
+        self._warned: set[str] = set()
+
+    # --- phases ---------------------------------------------------------------------------------------------
+
+    def set_ready(self, llm: AsyncLLM, template: ChatTemplate | None) -> None:
+        self._llm = llm
+        self._chats = Chats(
+            llm.tokenizer,
+            template,
+            self.settings.default_chat_template_kwargs,
+            self.settings.trust_request_chat_template,
+        )
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+
+    def set_draining(self) -> None:
+        self.phase = Phase.DRAINING
+
+    @property
+    def status(self) -> str:
+        """loading, ready, draining or dead."""
+        return "dead" if self._llm is not None and self._llm.errored else self.phase.value
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises `ApiError` (503) where there is none to ask."""
+        if self.phase is Phase.DRAINING:
+            raise ApiError(503, "the server is shutting down", retry_after_s=LOADING_RETRY_AFTER_S)
+        if self._llm is None:
+            raise ApiError(503, "the model is still loading", retry_after_s=LOADING_RETRY_AFTER_S)
+        if (dead := self._llm.dead_error) is not None:
+            raise dead
+        return self._llm
+
+    @property
+    def chats(self) -> Chats:
+        """What chats need; after `llm`, which says why there is none."""
+        assert self._chats is not None
+        return self._chats
+
+    # --- health ---------------------------------------------------------------------------------------------
+
+    async def is_answering(self) -> bool:
+        """Whether the engine core answered within `health_timeout`."""
+        if self._llm is None or self._llm.errored:
+            return False
+        if self._round_trip is None or self._round_trip.done():
+            self._asked_s = time.monotonic()
+            self._round_trip = asyncio.create_task(self._ask(self._llm))
+        return time.monotonic() - self._asked_s < self.settings.health_timeout
+
+    async def _ask(self, llm: AsyncLLM) -> None:
+        try:
+            await llm.check_health()
+        except EngineDeadError as error:
+            logger.error("the engine is not healthy: %s", error)
+
+    async def close(self) -> None:
+        if self._round_trip is not None:
+            self._round_trip.cancel()
+            await asyncio.gather(self._round_trip, return_exceptions=True)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A request came that will be answered: `end` must follow."""
+        self.num_live += 1
+        self.idle.clear()
+
+    def end(self) -> None:
+        self.num_live -= 1
+        if not self.num_live:
+            self.idle.set()
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under. Raises `ApiError` (404) for a model that is not served."""
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"The model `{name[:100]}` does not exist. Valid aliases: {', '.join(self.model_names)}.",
+                "model",
+            )
+        return name
+
+    def warn_of_unknown(self, names: Mapping[str, Any] | set[str]) -> None:
+        """Fields that nobody reads: each is told once, and not endlessly many of them."""
+        for name in sorted(names):
+            if name not in self._warned and len(self._warned) < 100:
+                self._warned.add(name)
+                logger.warning("the field %r of a request is not known and was ignored", name[:60])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]

@@ -1,0 +1,90 @@
+"""What the two endpoints' writers share. A writer is a pure fold: outputs of the engine go in, what is to be
+sent comes out; it knows no socket and no clock.
+
+`whole` makes one reply of finished outputs. A stream is `chunks` for each output as it comes, then `last`.
+An answer that ended with an error becomes an `ApiError`, in either form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from mainspring.base.outputs import CompletionOutput, RequestOutput
+from mainspring.server.errors import ApiError
+from mainspring.server.replies import CachedTokens, Usage
+from mainspring.server.requests import StreamOptions
+
+
+class Head(NamedTuple):
+    """What every part of an answer begins with."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+class Reporting(NamedTuple):
+    """What the server was told to report, and the request's wishes beside it."""
+
+    cached_tokens: bool  # --enable-prompt-tokens-details
+    usage_at_end: bool
+    usage_always: bool
+
+    @classmethod
+    def of(cls, options: StreamOptions | None, *, cached_tokens: bool, force_usage: bool) -> Reporting:
+        options = options or StreamOptions()
+        at_end = bool(options.include_usage) or force_usage
+        return cls(cached_tokens, at_end, at_end and bool(options.continuous_usage_stats))
+
+
+class Writer(Protocol):
+    def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
+        """One finished output per prompt."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[msgspec.Struct]:
+        """What is new. Raises `ApiError` for an answer that failed."""
+
+    def last(self) -> Iterator[msgspec.Struct]:
+        """What follows when every answer is finished."""
+
+
+class Tally:
+    """Tokens so far. Prompts count once, however many answers they have."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self.num_completion_tokens = 0
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompts[prompt_index] = len(output.prompt_token_ids)
+        self._cached[prompt_index] = output.num_cached_tokens or 0
+        self.num_completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+
+    def usage(
+        self,
+        cached_tokens: CachedTokens | UnsetType | None = UNSET,
+        completion_details: UnsetType | None = None,
+    ) -> Usage:
+        num_prompt_tokens = sum(self._prompts.values())
+        return Usage(
+            num_prompt_tokens,
+            num_prompt_tokens + self.num_completion_tokens,
+            self.num_completion_tokens,
+            cached_tokens,
+            completion_details,
+        )
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+
+def check_no_error(answer: CompletionOutput) -> None:
+    if answer.finish_reason == "error":
+        raise ApiError(500, f"the answer failed: {answer.error or 'no cause is known'}")
