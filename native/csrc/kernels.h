@@ -94,6 +94,50 @@ struct AttentionArgs {
   float* partials;  // plan's scratch
 };
 
+// ---- sampling -------------------------------------------------------------------------------------------
+
+// All that one row of logits is asked. The meaning of each part, and the order of them, is that of the engine's
+// numpy sampler, which gives the same answer.
+struct RowRequest {
+  const uint32_t* mask;  // the grammar's: bit t says whether token t may follow; null: all may
+
+  const int64_t* allowed_ids;  // where there are any, all others are forbidden; null: none asked for
+  const int64_t* bias_ids;
+  const float* bias;
+  const int64_t* stop_ids;  // forbidden, unless that and the mask leave nothing
+  const int64_t* counted_ids;
+  const float* counts;  // how often they are in the output
+  const int64_t* forbidden_ids;
+  int32_t num_allowed, num_biased, num_stops, num_counted, num_forbidden;
+  float repetition;
+  float frequency;
+  double presence;
+
+  float temperature;  // 0: the best
+  int32_t top_k;      // 0: off
+  double top_p;       // 1: off
+  double min_p;       // 0: off
+  int64_t seed;
+  int64_t position;
+
+  int32_t num_logprobs;  // -1: none asked for, not even the token's own
+};
+
+enum class RowStatus : int32_t { Fine = 0, NotFinite = 1, NoneAllowed = 2, EditedToInfinity = 3 };
+
+struct RowResult {
+  RowStatus status;  // if not Fine, nothing else is set
+  float value;       // the logit that is not finite
+  int32_t token;
+  int32_t rank;     // how many logits are not smaller, itself counted
+  int32_t* ids;     // [1 + num_logprobs], the caller's: the token, then the best
+  float* logprobs;  // likewise; kLogprobFloor at least
+};
+
+constexpr float kLogprobFloor = -9999.0f;
+constexpr int kSamplingArrays = 7;  // of scratch, each of as many floats as there are logits, and kSamplingSlack
+constexpr int kSamplingSlack = 256;
+
 // ---- the table --------------------------------------------------------------------------------------------
 
 struct Kernels {
@@ -124,6 +168,11 @@ struct Kernels {
   // The index of the largest of `count` floats, the first among equals, of those that `mask` allows (bit t of
   // it; null: all); its value goes to *value. A NaN wins over everything. -1 where none is allowed.
   int (*argmax)(const float* x, int count, const uint32_t* mask, float* value);
+
+  // The next token of a row of `count` logits, which are not written. `scratch`: see kSamplingArrays.
+  void (*sample_row)(const RowRequest&, const float* logits, int count, float* scratch, RowResult*);
+  // Log-probabilities alone, of `token` and of the best.
+  void (*row_logprobs)(const float* logits, int count, int token, int num_logprobs, float* scratch, RowResult*);
 };
 
 extern const Kernels kernels_avx2;

@@ -5,6 +5,7 @@
 #include "simd/avx512.h"
 #endif
 
+#include "attention_plan.h"
 #include "kernels.h"
 
 namespace mainspring {
@@ -26,7 +27,8 @@ namespace {
 #define TEXT(name) TEXT_OF(name)
 
 const Kernels TABLE(VARIANT) = {
-    TEXT(VARIANT), linear, encode, embed, rms_norm, add, silu_mul, rope, write_kv, attend, argmax,
+    TEXT(VARIANT), linear, encode, embed, rms_norm, add, silu_mul, rope, write_kv, attend, argmax, sample_row,
+    row_logprobs,
 };
 
 }  // namespace mainspring

@@ -1,8 +1,21 @@
-// Rows of logits.
+// Rows of logits: from logits to a token and its log-probabilities. Included by variant.cpp, inside its namespaces.
 //
-// A row is read 16 logits at a time. What its mask forbids, and what lies beyond its end, is read as -inf.
+// Theory of operation.
+// - The rules are those of the numpy sampler, which is their specification; here are shorter ways to the same
+//   answers. A row's result depends on the row and its request alone.
+// - A row is read 16 logits at a time. What the mask forbids reads as -inf. Temperature divides only what can still
+//   be chosen: division keeps the order, so bounds are compared with logits that are not divided yet.
+// - Filters work on a list, the few (id, logit) pairs that a cheap bound let through, in the order of ids. What the
+//   bound leaves out is certain not to matter.
+// - Top-k and top-p are the same search: for the largest line such that what is not below it weighs enough, where
+//   a token weighs 1 or its probability. See find_line.
+// - Noise is computed as in numpy: hashed bits per token id, made into a float, in double, for few.
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLowest = -__FLT_MAX__;
+constexpr int kStretch = 256;  // logits whose sum, or maximum, is one vector
+
+inline double larger(double a, double b) { return a < b ? b : a; }
 
 struct LogitRow {
   const float* x;
@@ -32,9 +45,8 @@ inline int find(const LogitRow& row, int begin, float value) {
   return -1;
 }
 
-// Stretches of the row are reduced to one vector, and only a stretch that beats all before it is looked at again.
+// Only a stretch that beats all before it is looked at twice.
 int argmax(const float* x, int count, const uint32_t* mask, float* value) {
-  constexpr int kStretch = 256;
   const LogitRow row{x, count, mask};
   float best = -kInfinity;
   int where = 0;  // the stretch that holds `best` first
@@ -58,4 +70,537 @@ int argmax(const float* x, int count, const uint32_t* mask, float* value) {
   }
   *value = best;
   return find(row, where, best);
+}
+
+// ---- lists ------------------------------------------------------------------------------------------------
+
+struct List {
+  float* value;
+  int32_t* id;  // ascending, until the list is sorted
+  int count;
+};
+
+inline I32 lane_numbers() {
+  static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load(numbers);
+}
+
+// To the list's end go those of 16 lanes that `m` says. A list may be read and written at once, the writing behind.
+inline void append(List& list, Mask m, F32 value, I32 id) {
+  store_packed(list.value + list.count, m, value);
+  store_packed(list.id + list.count, m, id);
+  list.count += __builtin_popcount(m);
+}
+
+// The list of what is at least `bound`; -inf: of all, also of what is forbidden.
+inline void gather(const LogitRow& row, float bound, List& list) {
+  list.count = 0;
+  for (int i = 0; i < row.count; i += 16) {
+    const F32 v = read(row, i);
+    const Mask m = not_less(v, splat(bound)) & first_lanes(row.count - i);
+    if (m) append(list, m, v, lane_numbers() + splat(i));
+  }
+}
+
+// Keep what is above the line, and the first `num_equal` on it.
+inline void keep_above(List& list, float line, int num_equal) {
+  const int count = list.count;
+  list.count = 0;
+  for (int i = 0; i < count; i += 16) {
+    const F32 v = load(list.value + i);
+    const Mask inside = first_lanes(count - i);
+    Mask m = greater(v, splat(line)) & inside;
+    Mask ties = equal(v, splat(line)) & inside;
+    for (; ties && num_equal > 0; --num_equal, ties &= ties - 1) m |= ties & -ties;
+    append(list, m, v, load(list.id + i));
+  }
+}
+
+// Largest first, equals as they stood: runs are merged, twice as long each time. The result is in one of the two.
+inline List sorted(List from, List to) {
+  for (int width = 1; width < from.count; width *= 2) {
+    for (int begin = 0; begin < from.count; begin += 2 * width) {
+      const int middle = begin + width < from.count ? begin + width : from.count;
+      const int end = middle + width < from.count ? middle + width : from.count;
+      int a = begin, b = middle;
+      for (int i = begin; i < end; ++i) {
+        const int next = b == end || (a < middle && from.value[a] >= from.value[b]) ? a++ : b++;
+        to.value[i] = from.value[next];
+        to.id[i] = from.id[next];
+      }
+    }
+    to.count = from.count;
+    const List swapped = from;
+    from = to;
+    to = swapped;
+  }
+  return from;
+}
+
+// ---- the line ---------------------------------------------------------------------------------------------
+
+struct Line {
+  float value;
+  double above;  // what the greater ones weigh together
+  double each;   // what one on the line weighs
+};
+
+// Floats as integers in the same order. 0.0 comes after -0.0, which no float comparison can part: never mind.
+inline int64_t key_of(float x) {
+  int32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits < 0 ? INT64_C(-1) - (bits & 0x7fffffff) : bits;
+}
+inline float of_key(int64_t key) {
+  const auto bits = static_cast<uint32_t>(key < 0 ? (-1 - key) | 0x80000000 : key);
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+constexpr int kCuts = 7;  // thresholds tried in one reading: eight parts
+
+// Those of `value` that are at least cuts[j] weigh weighs[j]. Without `weight` each weighs 1.
+inline void weigh(const float* value, const float* weight, int count, const float* cuts, double* weighs) {
+  for (int j = 0; j < kCuts; ++j) weighs[j] = 0;
+  for (int begin = 0; begin < count; begin += kStretch) {
+    const int end = count - begin < kStretch ? count : begin + kStretch;
+    F32 sums[kCuts];
+    for (int j = 0; j < kCuts; ++j) sums[j] = splat(0.0f);
+    for (int i = begin; i < end; i += 16) {
+      const Mask inside = first_lanes(count - i);
+      const F32 v = load(value + i), w = weight ? load(weight + i) : splat(1.0f);
+      for (int j = 0; j < kCuts; ++j) {
+        sums[j] = sums[j] + select(not_less(v, splat(cuts[j])) & inside, w, splat(0.0f));
+      }
+    }
+    for (int j = 0; j < kCuts; ++j) weighs[j] += sum(sums[j]);
+  }
+}
+
+// Values, of which `least` and `most` are the smallest and the greatest.
+struct Part {
+  int count;
+  float least, most;
+};
+
+// Keep what is at least `low` and less than `high`, side by side at the front.
+inline Part keep_between(float* value, float* weight, int count, float low, float high) {
+  int kept = 0;
+  F32 least = splat(kInfinity), most = splat(-kInfinity);
+  for (int i = 0; i < count; i += 16) {
+    const F32 v = load(value + i);
+    const Mask m = not_less(v, splat(low)) & ~not_less(v, splat(high)) & first_lanes(count - i);
+    least = min(least, select(m, v, splat(kInfinity)));
+    most = max(most, select(m, v, splat(-kInfinity)));
+    if (weight) store_packed(weight + kept, m, load(weight + i));
+    store_packed(value + kept, m, v);
+    kept += __builtin_popcount(m);
+  }
+  return {kept, -largest(splat(0.0f) - least), largest(most)};
+}
+
+// The line among few: from the largest down.
+inline Line walk_down(float* value, float* weight, int count, double above, double needed) {
+  for (int i = 1; i < count; ++i) {
+    const float v = value[i], w = weight ? weight[i] : 1.0f;
+    int j = i;
+    for (; j > 0 && value[j - 1] < v; --j) {
+      value[j] = value[j - 1];
+      if (weight) weight[j] = weight[j - 1];
+    }
+    value[j] = v;
+    if (weight) weight[j] = w;
+  }
+  Line line{};
+  for (int i = 0; i < count && (i == 0 || above < needed); ++i) {
+    const double each = weight ? weight[i] : 1.0;
+    if (i == 0 || value[i] != line.value) line = {value[i], above, each};
+    above += each;
+  }
+  return line;
+}
+
+// Where to cut a part, from its top down. Even in value, and 32 from the top at most, for what lies deeper weighs
+// nothing as a probability; or even among the floats there are, which shrinks any part to a single float.
+inline void choose_cuts(const Part& part, bool even_in_value, float* cuts) {
+  const int64_t low = key_of(part.least), high = key_of(part.most);
+  const float depth = part.most - part.least;
+  const float span = depth < 32.0f ? depth : 32.0f;
+  for (int j = 1; j <= kCuts; ++j) {
+    int64_t cut = high - (high - low) * j / (kCuts + 1);
+    if (even_in_value) cut = key_of(part.most - span * static_cast<float>(j) / (kCuts + 1));
+    cuts[j - 1] = of_key(cut > low ? cut : low + 1);
+  }
+}
+
+// The largest line such that what is not below it weighs at least `needed`; if all weigh less, the least value.
+// Destroys `value` and `weight`, of which there is at least one.
+//
+// Seven cuts part the values in eight, and the part that holds the line is kept, until it is small.
+inline Line find_line(float* value, float* weight, int count, double needed) {
+  constexpr int kFew = 24, kEvenPasses = 4;
+  Part part = keep_between(value, weight, count, -kInfinity, kInfinity);
+  double above = 0;
+  for (int pass = 0; part.count > kFew; ++pass) {
+    if (part.least == part.most) return {part.least, above, weight ? weight[0] : 1.0};
+    float cuts[kCuts];
+    double weighs[kCuts];
+    choose_cuts(part, pass < kEvenPasses, cuts);
+    weigh(value, weight, part.count, cuts, weighs);
+    int at = 0;
+    while (at < kCuts && above + weighs[at] < needed) ++at;
+    part = keep_between(value, weight, part.count, at < kCuts ? cuts[at] : -kInfinity,
+                        at > 0 ? cuts[at - 1] : kInfinity);
+    if (at > 0) above += weighs[at - 1];
+  }
+  return walk_down(value, weight, part.count, above, needed);
+}
+
+// ---- scratch ----------------------------------------------------------------------------------------------
+
+struct Scratch {
+  List list, other;
+  float* edited;
+  float* value;   // find_line's
+  float* weight;  // find_line's
+
+  Scratch(float* memory, int count) {
+    const int64_t size = count + kSamplingSlack;
+    list = {memory, reinterpret_cast<int32_t*>(memory + size), 0};
+    other = {memory + 2 * size, reinterpret_cast<int32_t*>(memory + 3 * size), 0};
+    edited = memory + 4 * size;
+    value = memory + 5 * size;
+    weight = memory + 6 * size;
+  }
+};
+
+inline void copy(float* to, const float* from, int count) { __builtin_memcpy(to, from, sizeof(float) * count); }
+
+// The k-th largest, 1 <= k <= row.count, and a list that holds all that are as large.
+//
+// Every 16 vectors give 16 maxima, of 16 logits each. The k-th largest maximum is a bound, for k logits at least are
+// as large; usually few more are.
+Line kth_largest(const LogitRow& row, int k, Scratch& scratch) {
+  float bound = -kInfinity;
+  if (k <= row.count / 32) {
+    int num_maxima = 0;
+    for (int begin = 0; begin < row.count; begin += kStretch, num_maxima += 16) {
+      const int end = row.count - begin < kStretch ? row.count : begin + kStretch;
+      F32 top = splat(-kInfinity);
+      for (int i = begin; i < end; i += 16) top = max(top, read(row, i));
+      store(scratch.value + num_maxima, top);
+    }
+    bound = find_line(scratch.value, nullptr, num_maxima, k).value;
+  }
+  gather(row, bound, scratch.list);
+  copy(scratch.value, scratch.list.value, scratch.list.count);
+  return find_line(scratch.value, nullptr, scratch.list.count, k);
+}
+
+// ---- stages 3 to 7: edits ---------------------------------------------------------------------------------
+
+inline bool has_edits(const RowRequest& r) {
+  return r.allowed_ids || r.num_biased || r.num_stops || r.num_counted || r.num_forbidden;
+}
+
+inline void forbid(const int64_t* ids, int count, float* row) {
+  for (int i = 0; i < count; ++i) row[ids[i]] = -kInfinity;
+}
+
+// The row as its mask and allowed ids leave it.
+inline void copy_allowed(const RowRequest& r, const LogitRow& raw, float* row) {
+  if (!r.allowed_ids) {
+    for (int i = 0; i < raw.count; i += 16) store(row + i, read(raw, i));
+    return;
+  }
+  for (int i = 0; i < raw.count; i += 16) store(row + i, splat(-kInfinity));
+  for (int i = 0; i < r.num_allowed; ++i) {
+    const int64_t id = r.allowed_ids[i];
+    if (!raw.mask || (raw.mask[id >> 5] >> (id & 31) & 1)) row[id] = raw.x[id];
+  }
+}
+
+// A grammar that allows nothing but the end is obeyed: it is at its end, and more would be wrong.
+inline void forbid_stops(const RowRequest& r, int count, float* row, float* before) {
+  for (int i = 0; i < r.num_stops; ++i) before[i] = row[r.stop_ids[i]];
+  forbid(r.stop_ids, r.num_stops, row);
+  float most;
+  if (r.mask && (argmax(row, count, nullptr, &most), most == -kInfinity)) {
+    for (int i = 0; i < r.num_stops; ++i) row[r.stop_ids[i]] = before[i];
+  }
+}
+
+inline void penalise(const RowRequest& r, float* row) {
+  for (int i = 0; i < r.num_counted; ++i) {
+    float x = row[r.counted_ids[i]];
+    if (r.repetition != 1.0f) x = x > 0 ? x / r.repetition : x * r.repetition;
+    x -= r.frequency * r.counts[i];
+    if (r.counts[i] > 0) x = static_cast<float>(x - r.presence);
+    row[r.counted_ids[i]] = x;
+  }
+}
+
+void edit(const RowRequest& r, const LogitRow& raw, Scratch& scratch) {
+  float* row = scratch.edited;
+  copy_allowed(r, raw, row);
+  for (int i = 0; i < r.num_biased; ++i) row[r.bias_ids[i]] += r.bias[i];
+  if (r.num_stops) forbid_stops(r, raw.count, row, scratch.value);
+  penalise(r, row);
+  forbid(r.forbidden_ids, r.num_forbidden, row);
+}
+
+// ---- noise ------------------------------------------------------------------------------------------------
+
+struct NoiseKey {
+  int32_t low, high;
+};
+
+inline uint64_t mix(uint64_t x) {  // splitmix64's finaliser
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+inline NoiseKey noise_key(int64_t seed, int64_t position) {
+  const uint64_t key =
+      mix(mix(static_cast<uint64_t>(seed) + 0x9E3779B97F4A7C15) + static_cast<uint64_t>(position));
+  return {static_cast<int32_t>(key), static_cast<int32_t>(key >> 32)};
+}
+
+inline I32 noise_bits(I32 id, NoiseKey key) {
+  const auto constant = [](uint32_t x) { return splat(static_cast<int32_t>(x)); };
+  I32 x = id * constant(0x9E3779B1) + splat(key.low);
+  x = (x ^ shift_right_unsigned<16>(x)) * constant(0x85EBCA6B);
+  x = (x ^ shift_right_unsigned<13>(x)) + splat(key.high);
+  x = x * constant(0xC2B2AE35);
+  x = (x ^ shift_right_unsigned<16>(x)) * constant(0x846CA68B);
+  return x ^ shift_right_unsigned<15>(x);
+}
+
+inline double gumbel(uint32_t bits) {
+  return -__builtin_log(-__builtin_log((static_cast<double>(bits) + 0.5) * 0x1p-32));
+}
+
+// Some bits whose noise is certainly below `noise`, and not far; at least 0.
+inline uint32_t bits_below(double noise) {
+  noise -= 1e-6 * (1.0 + __builtin_fabs(noise));
+  if (noise < -3.5) return 0;
+  const double bits = __builtin_exp(-__builtin_exp(-noise)) * 0x1p32 - 2;
+  return bits < 0 ? 0 : bits < 4294967295.0 ? static_cast<uint32_t>(bits) : 4294967295u;
+}
+
+// ---- stages 9 to 11: temperature, filters, the draw -------------------------------------------------------
+
+// A logit such that all smaller ones, divided by `temperature`, are certainly below `bound`.
+inline float divides_below(double bound, float temperature) {
+  const double x = (bound - 1e-3 - 1e-6 * __builtin_fabs(bound)) * static_cast<double>(temperature);
+  return x > static_cast<double>(kLowest) ? static_cast<float>(x) : kLowest;
+}
+
+// The winner of logit + noise: its index; the first among equals. `best` is the index of the largest logit.
+//
+// With B the score of any one token, the winner has a logit of at least B minus the greatest noise there is, and a
+// noise of at least B minus the largest logit. B is at first the score of the largest logit, then the best so far.
+int draw(const LogitRow& row, const int32_t* ids, float temperature, int best, const RowRequest& r) {
+  constexpr double kGreatestNoise = 22.9;
+  const NoiseKey key = noise_key(r.seed, r.position);
+  const double top = row.x[best] / temperature;
+  int winner = -1;
+  double score = 0;
+  F32 lowest;
+  I32 quietest;
+  const auto try_one = [&](int index, uint32_t bits) {
+    const double s = static_cast<double>(row.x[index] / temperature) + gumbel(bits);
+    if (winner >= 0 && !(s > score || (s == score && index < winner))) return;
+    winner = index;
+    score = s;
+    lowest = splat(divides_below(score - kGreatestNoise, temperature));
+    quietest = splat(static_cast<int32_t>(bits_below(score - top)));
+  };
+  int32_t bits[16];
+  store(bits, noise_bits(splat(ids ? ids[best] : best), key));
+  try_one(best, static_cast<uint32_t>(bits[0]));
+  for (int i = 0; i < row.count; i += 16) {
+    Mask m = not_less(read(row, i), lowest) & readable(row, i);
+    if (!m) continue;
+    const I32 noise = noise_bits(ids ? load(ids + i) : lane_numbers() + splat(i), key);
+    m &= not_less_unsigned(noise, quietest);
+    if (!m) continue;
+    store(bits, noise);
+    for (; m; m &= m - 1) try_one(i + __builtin_ctz(m), static_cast<uint32_t>(bits[__builtin_ctz(m)]));
+  }
+  return winner;
+}
+
+// What `temper` reads, and what it lets through.
+struct Tempering {
+  float temperature;
+  float top;     // the largest logit, divided
+  float lowest;  // divided logits below it do not count
+  float cut;     // nor are those below this listed, though they count in the total
+};
+
+// The list of logits, divided by the temperature, and the sum of e^(logit - top) over all that count, where `weight`
+// is given; it takes each listed one's. `ids`: of the row; null: 0, 1, 2, ... The list may be the row.
+double temper(const LogitRow& row, const int32_t* ids, const Tempering& t, List& list, float* weight) {
+  const double reach = weight ? larger(t.lowest, t.top - 100.0) : t.lowest;  // e^-100 adds nothing
+  const F32 lowest_undivided = splat(divides_below(reach, t.temperature));
+  const F32 listed = splat(t.lowest > t.cut ? t.lowest : t.cut), divisor = splat(t.temperature);
+  const int count = row.count;
+  double total = 0;
+  list.count = 0;
+  for (int begin = 0; begin < count; begin += kStretch) {
+    const int end = count - begin < kStretch ? count : begin + kStretch;
+    F32 part = splat(0.0f);
+    for (int i = begin; i < end; i += 16) {
+      const F32 x = read(row, i);
+      const Mask near = not_less(x, lowest_undivided) & readable(row, i);
+      if (!near) continue;
+      const F32 y = t.temperature == 1.0f ? x : x / divisor;
+      const Mask m = near & not_less(y, listed);
+      if (weight) {
+        const F32 w = exp(y - splat(t.top));
+        part = part + select(near & not_less(y, splat(t.lowest)), w, splat(0.0f));
+        store_packed(weight + list.count, m, w);
+      }
+      if (m) append(list, m, y, ids ? load(ids + i) : lane_numbers() + splat(i));
+    }
+    total += sum(part);
+  }
+  return total;
+}
+
+// The logit below which min_p and top_k forbid, -inf: none. With top_k the scratch's list has what is not below it.
+float threshold(const LogitRow& row, float top, const RowRequest& r, Scratch& scratch) {
+  double lowest = -kInfinity;
+  if (r.min_p > 0) lowest = static_cast<float>(top + __builtin_log(r.min_p));
+  if (r.top_k > 0 && r.top_k < row.count) {
+    lowest = larger(lowest, kth_largest(row, r.top_k, scratch).value / r.temperature);
+  }
+  return static_cast<float>(lowest);
+}
+
+// Tokens whose e^(logit - top) is below this cannot be in a nucleus: all of them together weigh less than what top_p
+// leaves out, of a total that is at least 1. In logits. Very near to 1, rounding might matter: -inf.
+inline float nucleus_cut(const RowRequest& r, float top, int count) {
+  if (r.top_p > 1 - 1e-6) return -kInfinity;
+  return static_cast<float>(top + __builtin_log((1 - r.top_p) / count) - 1);
+}
+
+// Keep the fewest tokens that together have the probability top_p. `total`: what e^(logit - top) adds up to. The
+// best come first, and the token that crosses the line stays; among equals on the line the lower ids do.
+void keep_nucleus(double top_p, double total, Scratch& scratch) {
+  List& list = scratch.list;
+  const double needed = top_p * total;
+  copy(scratch.value, list.value, list.count);
+  const Line line = find_line(scratch.value, scratch.weight, list.count, needed);
+  const double num_equal = __builtin_ceil((needed - line.above) / line.each);
+  keep_above(list, line.value, num_equal < 1 ? 1 : num_equal < list.count ? static_cast<int>(num_equal) : list.count);
+}
+
+// `best` is the index of the row's largest logit, which divided by the temperature is `top`.
+int draw_filtered(const LogitRow& row, int best, float top, const RowRequest& r, Scratch& scratch) {
+  if (top == -kInfinity) return best;  // all are, divided: the order that is left
+  const float lowest = threshold(row, top, r, scratch);
+  if (lowest == -kInfinity && r.top_p >= 1) return draw(row, nullptr, r.temperature, best, r);
+  List& list = scratch.list;
+  Tempering tempering{r.temperature, top, lowest, -kInfinity};
+  double total = 0;
+  float* weight = nullptr;
+  if (r.top_p < 1) {
+    weight = scratch.weight;
+    tempering.cut = nucleus_cut(r, top, row.count);
+  }
+  if (r.top_k > 0 && r.top_k < row.count) {
+    total = temper({list.value, list.count, nullptr}, list.id, tempering, list, weight);
+  } else {
+    total = temper(row, nullptr, tempering, list, weight);
+  }
+  if (weight) keep_nucleus(r.top_p, total, scratch);
+  const LogitRow rest{list.value, list.count, nullptr};
+  float value;
+  return list.id[draw(rest, list.id, 1.0f, argmax(rest.x, rest.count, nullptr, &value), r)];
+}
+
+// ---- log-probabilities ------------------------------------------------------------------------------------
+
+inline int rank_of(const LogitRow& row, float value) {
+  int rank = 0;
+  for (int i = 0; i < row.count; i += 16) {
+    rank += __builtin_popcount(not_less(read(row, i), splat(value)) & first_lanes(row.count - i));
+  }
+  return rank;
+}
+
+// The `k` largest, largest first, lower ids first among equals.
+List best_of(const LogitRow& row, int k, Scratch& scratch) {
+  if (k < row.count) {
+    const Line line = kth_largest(row, k, scratch);
+    keep_above(scratch.list, line.value, k - static_cast<int>(line.above));
+  } else {
+    gather(row, -kInfinity, scratch.list);
+  }
+  return sorted(scratch.list, scratch.other);
+}
+
+// Of the token, then of the `num_logprobs` best of the row, whose largest logit is `top`.
+void fill_logprobs(const LogitRow& row, float top, int token, int num_logprobs, Scratch& scratch, RowResult* result) {
+  const Tempering nothing_listed{1.0f, top, -kInfinity, kInfinity};
+  const double total = top > -kInfinity ? temper(row, nullptr, nothing_listed, scratch.list, scratch.weight) : 1;
+  const auto norm = static_cast<float>(top + __builtin_log(total));
+  const auto logprob = [&](float x) {
+    const float p = x - norm;
+    return top > -kInfinity && p > kLogprobFloor ? p : kLogprobFloor;
+  };
+  result->rank = rank_of(row, row.x[token]);
+  result->ids[0] = token;
+  result->logprobs[0] = logprob(row.x[token]);
+  if (num_logprobs == 0) return;
+  const List best = best_of(row, num_logprobs, scratch);
+  for (int i = 0; i < num_logprobs; ++i) {
+    result->ids[1 + i] = best.id[i];
+    result->logprobs[1 + i] = logprob(best.value[i]);
+  }
+}
+
+inline void fail(RowResult* result, RowStatus status, float value) {
+  result->status = status;
+  result->value = value;
+}
+
+void row_logprobs(const float* logits, int count, int token, int num_logprobs, float* memory, RowResult* result) {
+  float top;
+  argmax(logits, count, nullptr, &top);
+  if (!(top < kInfinity)) return fail(result, RowStatus::NotFinite, top);
+  Scratch scratch(memory, count);
+  result->status = RowStatus::Fine;
+  result->token = token;
+  fill_logprobs({logits, count, nullptr}, top, token, num_logprobs, scratch, result);
+}
+
+void sample_row(const RowRequest& r, const float* logits, int count, float* memory, RowResult* result) {
+  float top;  // of all, to see whether they are numbers; then of those that can be chosen
+  int best = argmax(logits, count, nullptr, &top);
+  if (!(top < kInfinity)) return fail(result, RowStatus::NotFinite, top);
+  Scratch scratch(memory, count);
+  const LogitRow raw{logits, count, r.mask};
+  LogitRow row = raw;
+  if (has_edits(r)) {
+    edit(r, raw, scratch);
+    row = {scratch.edited, count, nullptr};
+  }
+  if (row.x != logits || row.mask) best = argmax(row.x, count, row.mask, &top);
+  if (top == -kInfinity) return fail(result, RowStatus::NoneAllowed, top);
+  if (!(top < kInfinity)) return fail(result, RowStatus::EditedToInfinity, top);
+  if (r.temperature > 0) {
+    const float divided = top / r.temperature;
+    if (!(divided < kInfinity)) return fail(result, RowStatus::NotFinite, divided);
+    best = draw_filtered(row, best, divided, r, scratch);
+  }
+  result->status = RowStatus::Fine;
+  result->token = best;
+  if (r.num_logprobs < 0) return;
+  argmax(logits, count, r.mask, &top);
+  fill_logprobs(raw, top, best, r.num_logprobs, scratch, result);
 }
