@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -328,10 +329,25 @@ def test_salt_and_priority():
     refused("priority", priority=2**63)
 
 
-def test_what_comes_later_is_refused_by_name():
-    assert "not supported yet" in refused(
-        "structured_outputs", structured_outputs=StructuredOutputsParams(json="{}")
+def test_structured_outputs():
+    """They go to the core beside the parameters, not in them; what cannot be enforced stays here."""
+    structure = StructuredOutputsParams(json={"type": "object"})
+    params = SamplingParams(structured_outputs=structure)
+    (request,) = make().process("r", "hello", params).requests
+    assert request.structured_outputs == structure
+    assert request.sampling_params.structured_outputs is None
+    assert params.structured_outputs is structure, "the caller's object is not changed"
+    assert "dependentSchemas" in refused(
+        "structured_outputs", structured_outputs=StructuredOutputsParams(json={"dependentSchemas": {}})
     )
+    assert "skip_tokenizer_init" in refused(
+        "structured_outputs", [1], processor=make(None), structured_outputs=structure
+    )
+    endless = InputProcessor(dataclasses.replace(FACTS, eos_token_ids=()), LIMIT, TOY)
+    assert "names none" in refused("structured_outputs", processor=endless, structured_outputs=structure)
+
+
+def test_what_is_no_sampling_params():
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams, got dict"):
         make().process("r", "hello", {"max_tokens": 3})
 

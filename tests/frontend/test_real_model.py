@@ -178,7 +178,7 @@ def test_request_at_the_length_limit(llm):
         ([1] * 600, {}),
         ("x", {"logit_bias": {49152: 1}}),
         ("x", {"allowed_token_ids": [5], "bad_words": ["\x00"], "logprobs": 999}),
-        ("x", {"structured_outputs": StructuredOutputsParams(json="{}")}),
+        ("x", {"structured_outputs": StructuredOutputsParams(json='{"not": {}}')}),
     ],
 )
 def test_refusals_leave_the_engine_alone(llm, prompt, params):

@@ -147,8 +147,8 @@ class Scheduler:
         if request is None:
             return  # aborted meanwhile
         for token in request.message.output_token_ids:
-            if not grammar.accept(token):
-                self.fail_request(request_id, f"token {token} of an earlier run does not fit the grammar")
+            if (fault := _grammar_fault(grammar, token)) is not None:
+                self.fail_request(request_id, f"token {token} of an earlier run: {fault}")
                 return
         request.grammar = grammar
         self._unpark(request)
@@ -544,7 +544,11 @@ class Scheduler:
         bitmask = np.full((len(masked), -(-self._vocab_size // 32)), -1, dtype=np.int32)
         for mask, (_, request, generation, _) in zip(bitmask, masked, strict=True):
             if request.generation == generation and request.grammar is not None:
-                request.grammar.fill(mask)
+                try:
+                    request.grammar.fill(mask)
+                except Exception as error:  # it may be too complex to go on: its own request's end
+                    self.fail_request(request.request_id, f"the grammar has failed: {error}")
+                    mask.fill(-1)
         return GrammarOutput([row.row for row in masked], bitmask)
 
     def _record_of(self, plan: SchedulerOutput) -> StepRecord:
@@ -599,9 +603,9 @@ class Scheduler:
             request.token_ids.append(token)
             stop = check_stop(request)
             if request.grammar is not None and (stop is None or stop.reason is FinishReason.LENGTH):
-                if not request.grammar.accept(token):
+                if (fault := _grammar_fault(request.grammar, token)) is not None:
                     request.token_ids.pop()
-                    cause = f"the model chose token {token}, which the grammar does not allow"
+                    cause = f"the model chose token {token}: {fault}"
                     stop = Stop(FinishReason.ERROR)
                 elif (
                     request.grammar.is_finished()
@@ -717,3 +721,11 @@ class Scheduler:
                 )
         assert len(self.running) <= self.config.max_num_seqs
         self.kv.check({*places, *self._loading.values()})
+
+
+def _grammar_fault(grammar: Grammar, token: int) -> str | None:
+    """Feed a booked token to its grammar. What is wrong, if it cannot be taken."""
+    try:
+        return None if grammar.accept(token) else "the grammar does not allow it"
+    except Exception as error:  # it may be too complex to go on
+        return f"the grammar has failed: {error}"

@@ -1,8 +1,8 @@
 """Assembles an engine: the one place that knows everybody.
 
 Order, since each step needs the facts of the one before: executor (loads the model) -> KV specs -> free
-memory -> KV layout, and with it `max_model_len` -> KV pool -> scheduler -> core. If one fails, what was built
-is closed.
+memory -> KV layout, and with it `max_model_len` -> KV pool -> scheduler -> core. The grammar compiler comes
+first, to prepare its vocabulary in a thread meanwhile. If one fails, what was built is closed.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def build_engine(
 ) -> Built:
     """Raises `ConfigError` with the numbers where the KV pool cannot hold one sequence of `max_model_len`."""
     with ExitStack() as undo:
+        if grammars is None and config.vocabulary is not None:
+            from mainspring.grammar.compiler import Compiler  # the library is large
+
+            grammars = Compiler(config.vocabulary, config.vocab_size)
+            undo.callback(grammars.close)
         if executor is None:
             executor = make_executor(config)
         undo.callback(executor.close)

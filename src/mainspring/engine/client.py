@@ -17,6 +17,7 @@ from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, 
 from mainspring.engine.build import Built, build_engine
 
 if TYPE_CHECKING:
+    from mainspring.engine.launch import ConfigSource
     from mainspring.engine.mp_client import AsyncMPClient
 
 
@@ -37,11 +38,11 @@ class EngineCoreClient(ABC):
 
     @staticmethod
     def make_client(
-        config: EngineConfig, *, in_process: bool = False, shutdown_timeout_s: float = 0.0
+        config: ConfigSource, *, in_process: bool = False, shutdown_timeout_s: float = 0.0
     ) -> EngineCoreClient:
         """A core for a caller that waits: here, or in a process of its own. Returns once it can serve."""
         if in_process:
-            return InprocClient(build_engine(config))
+            return InprocClient(build_engine(config() if callable(config) else config))
         from mainspring.engine.mp_client import SyncMPClient
 
         return SyncMPClient(config, shutdown_timeout_s)

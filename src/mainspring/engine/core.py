@@ -286,8 +286,14 @@ class EngineCore:
                 return
 
     def _take_compiled_grammars(self) -> None:
-        for request_id in [request_id for request_id, future in self._compiling.items() if future.done()]:
-            future = self._compiling.pop(request_id)
+        for request_id, future in list(self._compiling.items()):
+            if request_id not in self.scheduler.parked:  # aborted meanwhile
+                future.cancel()
+            elif not future.done():
+                continue
+            del self._compiling[request_id]
+            if future.cancelled():
+                continue
             if (error := future.exception()) is not None:
                 self.scheduler.fail_request(request_id, f"its grammar does not compile: {innermost(error)}")
             else:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ READY_TIMEOUT_S = 600.0
 KILL_AFTER_S = 5.0  # beyond what draining may take
 MAX_DIRECTORY_BYTES = 90  # a socket's path may have some 107, its name in the folder included
 _Message = Hello | Ready | Failed
+ConfigSource = EngineConfig | Callable[[], EngineConfig]  # a function is called once it is needed
 
 
 class CoreAddress(msgspec.Struct, array_like=True, frozen=True):
@@ -53,7 +55,7 @@ class CoreProcess:
     """A running core. `close` ends it; so does our own end, in whatever way."""
 
     def __init__(
-        self, config: EngineConfig, *, num_clients: int = 1, shutdown_timeout_s: float = 0.0
+        self, config: ConfigSource, *, num_clients: int = 1, shutdown_timeout_s: float = 0.0
     ) -> None:
         """Returns once it is ready. Raises what it raised: `ConfigError`, `CheckpointError`, or
         `EngineDeadError` with the process's end and its cause."""
@@ -108,14 +110,14 @@ class CoreProcess:
         _end(self.process, self.directory, wait_s + KILL_AFTER_S)
         self._release.detach()
 
-    def _shake_hands(self, handshake: int, config: EngineConfig) -> Ready:
+    def _shake_hands(self, handshake: int, config: ConfigSource) -> Ready:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         hello = self._hear(handshake, deadline_s)
         if not isinstance(hello, Hello) or hello.version != HANDSHAKE_VERSION:
             raise EngineDeadError(f"the engine core speaks another version: {hello}")
         launch = LaunchConfig(
             HANDSHAKE_VERSION,
-            config,
+            config() if callable(config) else config,
             self.input_address,
             self.output_addresses,
             self._shutdown_timeout_s,

@@ -17,7 +17,7 @@ from mainspring.base.errors import EngineDeadError, EngineError, innermost
 from mainspring.base.messages import Command, CommandResult, EngineCoreOutputs, EngineCoreRequest
 from mainspring.engine.client import EngineCoreClient
 from mainspring.engine.conversation import Conversation
-from mainspring.engine.launch import CoreAddress, CoreProcess, JoinedCore
+from mainspring.engine.launch import ConfigSource, CoreAddress, CoreProcess, JoinedCore
 
 WATCH_S = 0.1  # how often a silent core's process is looked at
 LINGER_S = 1.0  # for what a front end that leaves has said to a core that goes on
@@ -47,7 +47,7 @@ class _Sockets:
 class SyncMPClient(EngineCoreClient):
     """For a caller that waits: `get_output` blocks until the core says something or dies."""
 
-    def __init__(self, config: EngineConfig, shutdown_timeout_s: float = 0.0) -> None:
+    def __init__(self, config: ConfigSource, shutdown_timeout_s: float = 0.0) -> None:
         self._talk = Conversation()
         self._early: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
         self._unfinished: set[str] = set()

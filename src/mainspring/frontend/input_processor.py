@@ -26,7 +26,7 @@ import msgspec
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import RequestError
 from mainspring.base.messages import EngineCoreRequest
-from mainspring.base.params import SamplingParams, check_encodable
+from mainspring.base.params import SamplingParams, StructuredOutputsParams, check_encodable
 from mainspring.base.protocols import Clock
 from mainspring.frontend.detokenizer import special_texts
 from mainspring.frontend.parallel_sampling import fan_out
@@ -93,6 +93,9 @@ class InputProcessor:
         self._judge_text_params(params)
         self._judge_ids(params)
         self._judge_logprobs(params)
+        structure, params.structured_outputs = params.structured_outputs, None  # workers need not carry it
+        if structure is not None:
+            self._judge_structure(structure)
         bad_words = self._bad_words(params.bad_words or [])
         eos_token_id, stop_token_ids = self._end_tokens(params)
         _refuse_contradictions(params, bad_words, {*stop_token_ids, eos_token_id})
@@ -108,20 +111,37 @@ class InputProcessor:
             arrival_time_s=arrival_time_s,
             priority=_priority(priority),
             cache_salt=_cache_salt(cache_salt if salt is None else salt),
+            structured_outputs=structure,
         )
         requests = fan_out(request)
         for child in requests:
             _decide_cache_reading(child.sampling_params)
         return ProcessedInput(text, requests)
 
+    async def check_structure(self, params: SamplingParams) -> None:
+        """What `process` finds wrong with `structured_outputs`, found without blocking the event loop: to
+        read a large schema takes a while. Then `process` knows the verdict."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            from mainspring.grammar.check import check_structured_outputs_async
+
+            await check_structured_outputs_async(params.structured_outputs)
+
+    def _judge_structure(self, structure: StructuredOutputsParams) -> None:
+        from mainspring.grammar.check import check_structured_outputs  # the library is large
+
+        if self._tokenizer is None or not self._facts.eos_token_ids:
+            missing = (
+                "a tokenizer, and the engine was started with skip_tokenizer_init"
+                if self._tokenizer is None
+                else "a token that ends a text, and the model names none"
+            )
+            raise RequestError(f"structured_outputs need {missing}; leave them out", "structured_outputs")
+        check_structured_outputs(structure)
+
     def _copy(self, params: SamplingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
-            )
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs are not supported yet; leave them out", "structured_outputs"
             )
         params = msgspec.structs.replace(params)
         if params.allowed_token_ids is not None:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, resolve
+from msgspec.structs import replace
+
+from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, resolve
 from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, innermost
 from mainspring.base.messages import FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
@@ -120,9 +122,10 @@ def prepare(args: EngineArgs) -> Prepared:
 
 
 def start_core(
-    args: EngineArgs, start: Callable[[EngineConfig], Core], end: Callable[[Core], None]
+    args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core], end: Callable[[Core], None]
 ) -> tuple[Core, ModelFacts, Tokenizer | None]:
-    """`prepare`, and `start` a core; the tokenizer is built while the core loads its weights.
+    """`prepare`, and `start` a core; the tokenizer is built meanwhile. `start` is given a function for the
+    settings, which waits for the vocabulary that is among them.
 
     If that fails, or Ctrl-C comes meanwhile, the core is ended. Raises as `prepare` and `start` do.
     """
@@ -130,18 +133,30 @@ def start_core(
     from mainspring.frontend.tokenizer import Tokenizer
 
     facts, config = prepare(args)
+    vocabulary: Future[Vocabulary | None] = Future()
     with ThreadPoolExecutor(1, "mainspring-start") as thread:
-        starting = thread.submit(start, config)
+        starting = thread.submit(start, lambda: replace(config, vocabulary=vocabulary.result()))
         try:
             tokenizer = None
             if not args.skip_tokenizer_init:
                 with GGUFFile(facts.path) as file:
                     tokenizer = Tokenizer.from_gguf(file)
+            vocabulary.set_result(_vocabulary(tokenizer, facts))
             return starting.result(), facts, tokenizer
-        except BaseException:
+        except BaseException as error:
+            if not vocabulary.done():
+                vocabulary.set_exception(error)
             if starting.exception() is None:
                 end(starting.result())
             raise
+
+
+def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | None:
+    """None where there can be no structured outputs: without a tokenizer, or a token that ends a text."""
+    if tokenizer is None or not facts.eos_token_ids:
+        return None
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    return Vocabulary(tokens, sorted(tokenizer.special_ids), list(facts.eos_token_ids))
 
 
 def make_processors(

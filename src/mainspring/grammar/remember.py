@@ -36,13 +36,20 @@ class Remembered(Generic[K, V]):
 
     def put(self, key: K, value: V, weight: int) -> None:
         with self._lock:
-            if key in self._entries:
-                self._weight -= self._entries.pop(key)[1]
+            self._drop(key)
             self._entries[key] = (value, weight)
             self._weight += weight
             while self._weight > self._max_weight:
                 _, (_, forgotten) = self._entries.popitem(last=False)
                 self._weight -= forgotten
+
+    def drop(self, key: K) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: K) -> None:
+        if key in self._entries:
+            self._weight -= self._entries.pop(key)[1]
 
 
 def weight(asked: StructuredOutputsParams) -> int:
