@@ -155,6 +155,9 @@ int attention_plan(Machine& machine, int group, int num_heads, int num_kv_heads,
 
 void bind_program(nb::module_& m) {
   m.def("runnable_variants", &runnable_variants, "Instruction-set variants this processor can run, slowest first.");
+  m.def(
+      "measure_variant", [](const std::string& name) { return measure(variant_named(name)); }, "variant"_a,
+      "GOP/s of a small product, by some milliseconds of one thread.");
   m.def("num_usable_cpus", &num_usable_cpus, "CPUs of the affinity mask, limited by the cgroup's quota.");
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "num_threads"_a).def_prop_ro("num_threads", &Pool::num_threads);

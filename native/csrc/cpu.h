@@ -12,6 +12,8 @@ namespace mainspring {
 const std::vector<const Kernels*>& all_variants();
 bool can_run(const Kernels& variant);  // by cpuid and what the system saves of the registers
 const Kernels* find_variant(const std::string& name);  // null: there is none of that name
+// Operations per nanosecond of a small product of 4-bit weights: what a short look says of a variant's speed.
+double measure(const Kernels& variant);
 int num_usable_cpus();  // of the affinity mask, limited by the cgroup's quota; at least 1
 
 }  // namespace mainspring

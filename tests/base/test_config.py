@@ -110,10 +110,10 @@ def test_names_of_vllm_that_are_not_here_yet_say_so():
     assert not VLLM_ARGUMENTS.keys() & set(EngineArgs.__dataclass_fields__)
     with pytest.raises(ConfigError) as refused:
         EngineArgs.from_mapping(
-            {"quantization": "awq", "swap_space": 4, "max_num_seq": 4, "enable_lora": True}
+            {"speculative_config": {}, "swap_space": 4, "max_num_seq": 4, "enable_lora": True}
         )
-    quantization, swap_space, max_num_seqs, enable_lora = str(refused.value).splitlines()
-    assert quantization.startswith("quantization is not supported yet: ")
+    speculative, swap_space, max_num_seqs, enable_lora = str(refused.value).splitlines()
+    assert speculative == "speculative_config is not supported yet; leave it out"
     assert swap_space == "swap_space has no effect here; leave it out"
     assert max_num_seqs == "unknown engine argument max_num_seq; did you mean max_num_seqs?"
     assert enable_lora == "enable_lora is not supported yet; leave it out"
