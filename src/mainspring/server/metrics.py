@@ -3,6 +3,9 @@
 The engine's figures are read from its statistics at each look (`frontend/metrics.py`); nothing is written per
 token. HTTP requests are recorded one by one, under the names of prometheus-fastapi-instrumentator, which vLLM
 uses. What neither has is named mainspring.
+
+A server makes a `ServerMetrics` at its start, tells it the engine once that has loaded (`attach`), records
+every request at its end (`http.record`), answers GET /metrics with `page`, and runs `run_probe` as a task.
 """
 
 from __future__ import annotations
@@ -86,26 +89,31 @@ class HttpMetrics:
 
 
 class ServerMetrics:
-    """`page` is what GET /metrics answers; `http.record` takes requests; `run_probe` watches the loop."""
+    """Everything that is shown at /metrics."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, *, prefix: str = PREFIX) -> None:
-        """With an `llm` that keeps no statistics the engine's figures are missing."""
-        self._llm = llm
+    def __init__(self, prefix: str = PREFIX) -> None:
+        """`prefix` is of the engine's figures: vllm, for all that read them."""
+        self._prefix = prefix
+        self._llm: AsyncLLM | None = None
         self._registry = CollectorRegistry()
-        self.probe = LoopProbe(lambda: llm.stats is not None and llm.stats.num_live > 0)
+        self.probe = LoopProbe(self._is_busy)
         self.http = HttpMetrics(self._registry)
-        if llm.stats is not None:
-            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, prefix)
-            self._registry.register(_EngineCollector(llm.stats, options))
         self._registry.register(_LoopCollector(self.probe))
         prometheus_client.ProcessCollector(registry=self._registry)
         prometheus_client.PlatformCollector(registry=self._registry)
         prometheus_client.GCCollector(registry=self._registry)
 
+    def attach(self, llm: AsyncLLM, model_name: str) -> None:
+        """From now on its figures are shown; none, if it keeps no statistics."""
+        self._llm = llm
+        if llm.stats is not None:
+            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, self._prefix)
+            self._registry.register(_EngineCollector(llm.stats, options))
+
     async def page(self, accept: str = "") -> tuple[bytes, str]:
         """The page and its content type, for the request's `Accept`. Gauges are of now if the core says so
         within `REFRESH_TIMEOUT_S`, else as it was heard last; it does not matter whether it lives."""
-        if self._llm.stats is not None:
+        if self._llm is not None and self._llm.stats is not None:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(REFRESH_TIMEOUT_S):
                     await self._llm.get_stats()
@@ -119,6 +127,9 @@ class ServerMetrics:
     async def run_probe(self) -> None:
         """A task of the server's loop."""
         await self.probe.run()
+
+    def _is_busy(self) -> bool:
+        return self._llm is not None and self._llm.stats is not None and self._llm.stats.num_live > 0
 
 
 class _EngineCollector(Collector):
