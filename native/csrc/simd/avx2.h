@@ -116,18 +116,6 @@ inline I32 shift_right_unsigned(I32 a) {
 inline I32 operator*(I32 a, I32 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
 inline I32 operator^(I32 a, I32 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 
-// lane += four unsigned bytes times four signed bytes, the same for all lanes. Exact for any bytes: even and odd
-// ones are widened to 16 bits first, for the byte product of this instruction set saturates.
-inline I32 dot(I32 sum, Bytes codes, int32_t word) {
-  const __m256i w = _mm256_set1_epi32(word);
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odd = _mm256_srai_epi16(w, 8);
-  auto half = [&](__m256i s, __m256i c) {
-    const __m256i c_even = _mm256_and_si256(c, _mm256_set1_epi16(255)), c_odd = _mm256_srli_epi16(c, 8);
-    return _mm256_add_epi32(
-        s, _mm256_add_epi32(_mm256_madd_epi16(c_even, even), _mm256_madd_epi16(c_odd, odd)));
-  };
-  return {half(sum.lo, codes.lo), half(sum.hi, codes.hi)};
-}
 inline Bytes load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
@@ -138,6 +126,35 @@ inline Bytes low_nibbles(Bytes b) {
 inline Bytes high_nibbles(Bytes b) {
   const __m256i low = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(b.lo, 4), low), _mm256_and_si256(_mm256_srli_epi16(b.hi, 4), low)};
+}
+
+
+// Each lane's products of 32 codes of at most 15 with 32 signed bytes, which are the same for all lanes, added to
+// `sum`. Exact: the 16 bits in which two products at a time are summed hold all eight pairs of them.
+inline I32 dot_nibbles(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+  __m256i lo = _mm256_setzero_si256(), hi = lo;
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    int32_t word;
+    __builtin_memcpy(&word, activations + 4 * j, 4);
+    const __m256i w = _mm256_set1_epi32(word);
+    lo = _mm256_add_epi16(lo, _mm256_maddubs_epi16(codes[j].lo, w));
+    hi = _mm256_add_epi16(hi, _mm256_maddubs_epi16(codes[j].hi, w));
+  }
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(lo, ones)),
+          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(hi, ones))};
+}
+// The same for any bytes, as 16 times their high nibbles and their low ones.
+inline I32 dot_bytes(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+  Bytes low[8], high[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    low[j] = low_nibbles(codes[j]);
+    high[j] = high_nibbles(codes[j]);
+  }
+  const I32 sixteenths = dot_nibbles(splat(0), high, activations);
+  return dot_nibbles(sum + shift_left<4>(sixteenths), low, activations);
 }
 
 // Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.

@@ -8,7 +8,7 @@
 namespace {
 
 // What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
-constexpr int kTileRows = 12, kTileSums = 24;
+constexpr int kTileRows = 8, kTileSums = 16;
 
 struct F32 {
   __m512 v;
@@ -73,9 +73,25 @@ inline I32 shift_right_unsigned(I32 a) {
 inline I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the low 32 bits
 inline I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 
-// lane += the four unsigned bytes of `codes` times the four signed bytes of `word`, the same for all lanes.
-inline I32 dot(I32 sum, Bytes codes, int32_t word) {
-  return {_mm512_dpbusd_epi32(sum.v, codes.v, _mm512_set1_epi32(word))};
+// Each lane's products of 32 unsigned bytes with 32 signed ones, which are the same for all lanes, added to `sum`:
+// exact. Two chains, for one would wait for itself.
+inline I32 dot_bytes(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+  auto word = [&](int j) {
+    int32_t value;
+    __builtin_memcpy(&value, activations + 4 * j, 4);
+    return _mm512_set1_epi32(value);
+  };
+  __m512i other = _mm512_setzero_si512();
+#pragma GCC unroll 4
+  for (int j = 0; j < 8; j += 2) {
+    sum.v = _mm512_dpbusd_epi32(sum.v, codes[j].v, word(j));
+    other = _mm512_dpbusd_epi32(other, codes[j + 1].v, word(j + 1));
+  }
+  return {_mm512_add_epi32(sum.v, other)};
+}
+// The same where no code is above 15.
+inline I32 dot_nibbles(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+  return dot_bytes(sum, codes, activations);
 }
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }

@@ -15,7 +15,7 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// How rows are cut, by what the variant's registers hold: 12, 10, 8, 6, 4, 2, 1 from the variant's largest on.
+// How rows are cut: 8, 6, 4, 2, 1 from the variant's kTileRows on.
 constexpr int next_tile_rows(int rows) { return rows > 2 ? rows - 2 : 1; }
 
 // Cover all rows and panels with tiles that `Kernel` has. Kernel: panels_of(rows), and run<rows, panels>(row, panel),
@@ -50,13 +50,9 @@ inline void load_codes(const uint8_t* block, Bytes (&codes)[kWords]) {
   }
 }
 
+template <bool kFourBits>
 inline I32 dot_block(I32 sum, const Bytes (&codes)[kWords], const int8_t* activations) {
-  UNROLL for (int j = 0; j < kWords; ++j) {
-    int32_t word;
-    __builtin_memcpy(&word, activations + 4 * j, 4);
-    sum = dot(sum, codes[j], word);
-  }
-  return sum;
+  return kFourBits ? dot_nibbles(sum, codes, activations) : dot_bytes(sum, codes, activations);
 }
 
 template <bool kFourBits, bool kMins, bool kWide>
@@ -114,10 +110,10 @@ struct QuantizedKernel {
             const int64_t at = int64_t{r} * x.columns + b * kBlock;
             I32 total = splat(kMins ? 0 : of_offset[r][i]);
             if constexpr (kWide) {
-              total = dot_block(total, block, low + at);
-              total = total + shift_left<8>(dot_block(splat(0), block, high + at));
+              total = dot_block<kFourBits>(total, block, low + at);
+              total = total + shift_left<8>(dot_block<kFourBits>(splat(0), block, high + at));
             } else {
-              total = dot_block(total, block, high + at);
+              total = dot_block<kFourBits>(total, block, high + at);
             }
             const F32 both = scale * splat(x_scales[int64_t{r} * num_blocks + b]);
             sums[r][p] = fma(to_float(total), both, sums[r][p]);
@@ -159,9 +155,9 @@ struct FloatKernel {
   int first_row, num_rows, first_panel, num_panels;
   float* tile;
 
-  // As many panels as the registers allow.
+  // Sums enough to keep the multipliers busy, and no more than the registers hold.
   static constexpr int panels_of(int rows) {
-    return 4 * rows <= kTileSums ? 4 : 2 * rows <= kTileSums ? 2 : 1;
+    return rows >= 6 ? 1 : 4 * rows <= kTileSums ? 4 : 2 * rows <= kTileSums ? 2 : 1;
   }
 
   template <int kRows, int kPanels>
