@@ -1,0 +1,492 @@
+// Attention over the paged KV cache, and writing it. Included by variant.cpp, inside its namespaces.
+//
+// Theory of operation.
+// - A row is one query head of one token. In a span (attention_plan.h) it sees the tokens [begin, end): it multiplies
+//   its query with their keys, takes the largest score, one exp of every score's distance to it, and adds the values
+//   with these weights. That is its partial result; `join` adds a later span's to an earlier one's.
+// - The terms of a score are added in the order of the head's elements, the values in the order of tokens, the weights
+//   of a span lane by lane of its groups of 16 tokens. None of it depends on the rows beside.
+// - Rows are computed in *strips* of up to 6, so that a key or value is widened to floats once for all of them, and
+//   sums stay in registers: 6 rows times 4 vectors of 16 tokens (then: elements) where the registers allow.
+//
+// Invariant: what a row may not see never reaches it, not even as 0 * NaN. Scores of hidden tokens are overwritten, and
+// hidden values are never multiplied.
+
+constexpr int kStripRows = 6;
+constexpr int kSpanGroups = kSpan / kLanes;
+constexpr int kQueryPitch = kMaxHeadSize + kLanes;  // floats; not a power of two, or rows would meet in the L1 cache
+constexpr float kLowestScore = -1e30f;  // finite, so that exp(score - largest) is 0 and not a NaN where all are -inf
+
+// ---- the cache ------------------------------------------------------------------------------------------------
+
+constexpr int bytes_of(KVForm form) { return form == KVForm::F32 ? 4 : form == KVForm::F16 ? 2 : 1; }
+
+template <KVForm kForm>
+inline F32 load_kv(const uint8_t* p) {
+  if constexpr (kForm == KVForm::F32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (kForm == KVForm::F16) return load_half(reinterpret_cast<const uint16_t*>(p));
+  if constexpr (kForm == KVForm::I8) return load_i8(reinterpret_cast<const int8_t*>(p));
+}
+
+// One KV head of one block.
+struct HeadBlock {
+  uint8_t *keys, *values;
+  float *key_scales, *value_scales;  // of KVForm::I8
+};
+
+inline HeadBlock head_block(const KVCache& cache, int64_t block, int head) {
+  const int64_t bytes = int64_t{cache.block_size} * cache.head_size * bytes_of(cache.form);
+  const int64_t scales = cache.form == KVForm::I8 ? cache.block_size : 0;
+  uint8_t* keys = cache.data + block * cache.block_stride + head * (2 * bytes + 8 * scales);
+  auto* key_scales = reinterpret_cast<float*>(keys + 2 * bytes);
+  return {keys, keys + bytes, key_scales, key_scales + scales};
+}
+
+// Element d of token i of a group of 16 keys stands at [d][i].
+template <typename T>
+inline void scatter_key(const T* lanes, uint8_t* group, int first, int token) {
+  T* to = reinterpret_cast<T*>(group) + first * kLanes + token;
+  for (int i = 0; i < kLanes; ++i) to[i * kLanes] = lanes[i];
+}
+
+// The scale of a row of 8-bit codes. A NaN or an infinity among the elements makes it a NaN, and so all that is
+// computed from the row.
+inline float code_scale(const float* x, int count) {
+  F32 top = splat(0.0f), spoiled = splat(0.0f);
+  for (int i = 0; i < count; i += kLanes) {
+    const F32 v = load(x + i);
+    top = max(top, abs(v));
+    spoiled = fma(v, splat(0.0f), spoiled);
+  }
+  return largest(top) / 127.0f + sum(spoiled);
+}
+
+template <KVForm kForm>
+void write_head(const KVCache& cache, const float* key, const float* value, int64_t block, int head, int at) {
+  const HeadBlock to = head_block(cache, block, head);
+  const int size = cache.head_size, token = at % kLanes;
+  uint8_t* group = to.keys + int64_t{at - token} * size * bytes_of(kForm);
+  uint8_t* row = to.values + int64_t{at} * size * bytes_of(kForm);
+  F32 key_factor = splat(0.0f), value_factor = key_factor;
+  if constexpr (kForm == KVForm::I8) {
+    const float key_scale = code_scale(key, size), value_scale = code_scale(value, size);
+    to.key_scales[at] = key_scale;
+    to.value_scales[at] = value_scale;
+    key_factor = splat(key_scale > 0.0f ? 1.0f / key_scale : 0.0f);
+    value_factor = splat(value_scale > 0.0f ? 1.0f / value_scale : 0.0f);
+  }
+  for (int d = 0; d < size; d += kLanes) {
+    const F32 k = load(key + d), v = load(value + d);
+    if constexpr (kForm == KVForm::F32) {
+      scatter_key(key + d, group, d, token);
+      store(reinterpret_cast<float*>(row) + d, v);
+    } else if constexpr (kForm == KVForm::F16) {
+      uint16_t lanes[kLanes];
+      store_half(lanes, k);
+      scatter_key(lanes, group, d, token);
+      store_half(reinterpret_cast<uint16_t*>(row) + d, v);
+    } else {
+      int8_t lanes[kLanes];
+      store_low_bytes(lanes, round_to_int(k * key_factor));
+      scatter_key(lanes, group, d, token);
+      store_low_bytes(reinterpret_cast<int8_t*>(row) + d, round_to_int(v * value_factor));
+    }
+  }
+}
+
+void write_kv(const KVCache& cache, const float* kv, int64_t slot) {
+  const auto write = cache.form == KVForm::F32   ? write_head<KVForm::F32>
+                     : cache.form == KVForm::F16 ? write_head<KVForm::F16>
+                                                 : write_head<KVForm::I8>;
+  const int64_t block = slot / cache.block_size, values = int64_t{cache.num_kv_heads} * cache.head_size;
+  const int at = static_cast<int>(slot % cache.block_size);
+  for (int h = 0; h < cache.num_kv_heads; ++h) {
+    const float* key = kv + int64_t{h} * cache.head_size;
+    write(cache, key, key + values, block, h, at);
+  }
+}
+
+// ---- a strip of rows in one span --------------------------------------------------------------------------------
+
+// Where the groups of 16 tokens of a span lie, for one KV head.
+struct SpanView {
+  int head_size;
+  float soft_cap;
+  const uint8_t* keys[kSpanGroups];
+  const uint8_t* values[kSpanGroups];
+  const float* key_scales[kSpanGroups];
+  const float* value_scales[kSpanGroups];
+};
+
+// The tokens of the span that a row sees: [begin, end).
+struct Seen {
+  int begin, end;
+};
+
+struct Strip {
+  const float* queries;  // [rows][kQueryPitch], times the scale of the scores
+  Seen seen[kStripRows];
+  Seen all;          // the tokens that some row sees
+  Seen common;       // those that every row sees; may be empty
+  float* weights;    // [rows][kSpan]: scores, then their weights
+  float* partials;   // [rows][partial_pitch]
+};
+
+// weights[r][16 g + lane] = query r times key `lane` of group g, for kG groups.
+template <KVForm kForm, int kR, int kG>
+inline void score_groups(const Strip& strip, const SpanView& span, int first) {
+  F32 sums[kR][kG];
+  const uint8_t* keys[kG];
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r)
+#pragma GCC unroll 4
+    for (int g = 0; g < kG; ++g) sums[r][g] = splat(0.0f);
+#pragma GCC unroll 4
+  for (int g = 0; g < kG; ++g) keys[g] = span.keys[first + g];
+  const float* q = strip.queries;
+  const int64_t end = int64_t{span.head_size} * kLanes * bytes_of(kForm);
+  for (int64_t at = 0; at < end; at += kLanes * bytes_of(kForm), ++q) {
+    F32 k[kG];
+#pragma GCC unroll 4
+    for (int g = 0; g < kG; ++g) k[g] = load_kv<kForm>(keys[g] + at);
+#pragma GCC unroll 6
+    for (int r = 0; r < kR; ++r) {
+      const F32 element = splat(q[r * kQueryPitch]);
+#pragma GCC unroll 4
+      for (int g = 0; g < kG; ++g) sums[r][g] = fma(element, k[g], sums[r][g]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r)
+#pragma GCC unroll 4
+    for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
+}
+
+// cap * tanh(x / cap). Its error is a few 1e-7 of the cap: about what rounding a score of that size is.
+inline F32 capped(F32 x, float cap) {
+  const F32 one = splat(1.0f), two = splat(2.0f);
+  const F32 e = exp(x * splat(2.0f / cap));
+  return splat(cap) * (one - two / (e + one));
+}
+
+// Scores to weights, in place; their largest and their sum to the end of the partial result.
+template <KVForm kForm>
+inline void weigh(const Strip& strip, const SpanView& span, int r) {
+  const Seen seen = strip.seen[r];
+  float* row = strip.weights + r * kSpan;
+  const int first = seen.begin / kLanes, end = (seen.end + kLanes - 1) / kLanes;
+  F32 top = splat(kLowestScore);
+  for (int g = first; g < end; ++g) {
+    F32 x = load(row + g * kLanes);
+    if constexpr (kForm == KVForm::I8) x = x * load(span.key_scales[g]);
+    if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
+    const int begin_lane = seen.begin - g * kLanes, end_lane = seen.end - g * kLanes;
+    if (begin_lane > 0 || end_lane < kLanes) {
+      const Mask before = begin_lane > 0 ? first_lanes(begin_lane) : 0;
+      x = select(first_lanes(end_lane) & ~before, x, splat(-__builtin_inff()));
+    }
+    store(row + g * kLanes, x);
+    top = max(top, x);
+  }
+  const float peak = largest(top);
+  F32 total = splat(0.0f);
+  for (int g = first; g < end; ++g) {
+    F32 weight = exp(load(row + g * kLanes) - splat(peak));
+    total = total + weight;
+    if constexpr (kForm == KVForm::I8) weight = weight * load(span.value_scales[g]);
+    store(row + g * kLanes, weight);
+  }
+  float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
+  partial[0] = peak;
+  partial[1] = sum(total);
+}
+
+// partials[r][first ... first + 16 kV) = the values' elements, weighted and added in the order of tokens.
+template <KVForm kForm, int kR, int kV>
+inline void add_values(const Strip& strip, const SpanView& span, int first) {
+  F32 sums[kR][kV];
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; ++v) sums[r][v] = splat(0.0f);
+  const int64_t row_bytes = int64_t{span.head_size} * bytes_of(kForm), first_bytes = int64_t{first} * bytes_of(kForm);
+
+  // Tokens [begin, end) of which every row sees all, or (kRagged) some rows some.
+  const auto add_tokens = [&]<bool kRagged>(int begin, int end) {
+    for (int t = begin; t < end;) {
+      const uint8_t* at = span.values[t / kLanes] + (t % kLanes) * row_bytes + first_bytes;
+      const int stop = end < (t / kLanes + 1) * kLanes ? end : (t / kLanes + 1) * kLanes;
+      for (; t < stop; ++t, at += row_bytes) {
+        const float* weights = strip.weights + t;
+        F32 x[kV];
+#pragma GCC unroll 4
+        for (int v = 0; v < kV; ++v) x[v] = load_kv<kForm>(at + v * kLanes * bytes_of(kForm));
+#pragma GCC unroll 6
+        for (int r = 0; r < kR; ++r) {
+          if (kRagged && (t < strip.seen[r].begin || t >= strip.seen[r].end)) continue;
+          const F32 weight = splat(weights[r * kSpan]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kV; ++v) sums[r][v] = fma(weight, x[v], sums[r][v]);
+        }
+      }
+    }
+  };
+  if (strip.common.begin < strip.common.end) {
+    add_tokens.template operator()<true>(strip.all.begin, strip.common.begin);
+    add_tokens.template operator()<false>(strip.common.begin, strip.common.end);
+    add_tokens.template operator()<true>(strip.common.end, strip.all.end);
+  } else {
+    add_tokens.template operator()<true>(strip.all.begin, strip.all.end);
+  }
+
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kV; ++v)
+      store(strip.partials + r * partial_pitch(span.head_size) + first + v * kLanes, sums[r][v]);
+}
+
+// How many vectors a row of a strip of `rows` may have in registers.
+constexpr int vectors_of(int rows) {
+  const int fit = kTileSums / rows;
+  return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+}
+
+template <KVForm kForm, int kR>
+void attend_strip(const Strip& strip, const SpanView& span) {
+  constexpr int kWide = vectors_of(kR);
+  const int end_group = (strip.all.end + kLanes - 1) / kLanes;
+  int g = strip.all.begin / kLanes;
+  for (; g + kWide <= end_group; g += kWide) score_groups<kForm, kR, kWide>(strip, span, g);
+  for (; g < end_group; ++g) score_groups<kForm, kR, 1>(strip, span, g);
+  for (int r = 0; r < kR; ++r) weigh<kForm>(strip, span, r);
+  int d = 0;
+  for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes) add_values<kForm, kR, kWide>(strip, span, d);
+  for (; d < span.head_size; d += kLanes) add_values<kForm, kR, 1>(strip, span, d);
+}
+
+using AttendStrip = void (*)(const Strip&, const SpanView&);
+
+constexpr AttendStrip kAttendStrip[3][kStripRows] = {
+    {attend_strip<KVForm::F32, 1>, attend_strip<KVForm::F32, 2>, attend_strip<KVForm::F32, 3>,
+     attend_strip<KVForm::F32, 4>, attend_strip<KVForm::F32, 5>, attend_strip<KVForm::F32, 6>},
+    {attend_strip<KVForm::F16, 1>, attend_strip<KVForm::F16, 2>, attend_strip<KVForm::F16, 3>,
+     attend_strip<KVForm::F16, 4>, attend_strip<KVForm::F16, 5>, attend_strip<KVForm::F16, 6>},
+    {attend_strip<KVForm::I8, 1>, attend_strip<KVForm::I8, 2>, attend_strip<KVForm::I8, 3>,
+     attend_strip<KVForm::I8, 4>, attend_strip<KVForm::I8, 5>, attend_strip<KVForm::I8, 6>},
+};
+
+// ---- partial results ----------------------------------------------------------------------------------------------
+
+inline void copy_partial(float* to, const float* from, int head_size) {
+  for (int d = 0; d < partial_pitch(head_size); d += kLanes) store(to + d, load(from + d));
+}
+
+// Add a later span's partial result to that of the spans before it.
+inline void join(float* sums, const float* part, int head_size) {
+  const float peak = sums[head_size], other = part[head_size];
+  const bool rises = other > peak;
+  float fade[kLanes];  // of what has the smaller peak
+  store(fade, exp(splat(rises ? peak - other : other - peak)));
+  const F32 old_factor = splat(rises ? fade[0] : 1.0f), new_factor = splat(rises ? 1.0f : fade[0]);
+  for (int d = 0; d < head_size; d += kLanes)
+    store(sums + d, fma(load(sums + d), old_factor, load(part + d) * new_factor));
+  float total[kLanes];
+  store(total, fma(splat(sums[head_size + 1]), old_factor, splat(part[head_size + 1]) * new_factor));
+  sums[head_size] = rises ? other : peak;
+  sums[head_size + 1] = total[0];
+}
+
+// ---- jobs ---------------------------------------------------------------------------------------------------------
+
+// One row of a job, and which tokens of its request it sees.
+struct Row {
+  const AttentionTile* tile;
+  int number;      // in its tile: token * query heads of a KV head + query head
+  int begin, end;  // tokens of its request
+};
+
+// The part of a span that a row sees; may be empty.
+inline Seen seen_in(const Row& row, int span) {
+  const int first = span * kSpan;
+  return {row.begin > first ? row.begin - first : 0, row.end - first < kSpan ? row.end - first : kSpan};
+}
+inline bool sees(const Row& row, int span) {
+  const Seen seen = seen_in(row, span);
+  return seen.begin < seen.end;
+}
+inline Seen either(Seen a, Seen b) { return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end}; }
+inline Seen both(Seen a, Seen b) { return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end}; }
+
+// Computes the jobs of one KV head.
+class Worker {
+ public:
+  Worker(const AttentionArgs& args, int head, float* scratch)
+      : args_(args),
+        shape_(args.shape),
+        head_(head),
+        heads_per_kv_(args.shape.num_heads / args.shape.num_kv_heads),
+        pitch_(partial_pitch(args.shape.head_size)),
+        queries_(scratch),
+        sums_(queries_ + kAttentionRows * kQueryPitch),
+        weights_(sums_ + kAttentionRows * partial_pitch(kMaxHeadSize)),
+        parts_(weights_ + kStripRows * kSpan),
+        line_(parts_ + kStripRows * partial_pitch(kMaxHeadSize)) {}
+
+  void run(const AttentionJob& job) {
+    const AttentionPlan& plan = *args_.plan;
+    const int32_t* members = plan.members + job.first_member;
+    num_rows_ = 0;
+    for (int i = 0; i < job.num_members; ++i) {
+      take_queries(plan.tiles[members[i]]);
+      take_rows(plan.tiles[members[i]]);
+    }
+    // All members have the same blocks there.
+    const AttentionTile& leader = plan.tiles[members[0]];
+    for (int i = 0; i < job.num_spans; ++i) attend_span(leader.blocks, job.first_span + i);
+    if (leader.whole) {
+      finish(leader);
+      return;
+    }
+    for (int i = 0; i < job.num_members; ++i) {
+      const AttentionTile& tile = plan.tiles[members[i]];
+      int32_t* num_ended = plan.num_ended + int64_t{members[i]} * shape_.num_kv_heads + head_;
+      // Whoever ends the last span sees what all others wrote before they counted theirs.
+      if (__atomic_add_fetch(num_ended, job.num_spans, __ATOMIC_ACQ_REL) == tile.num_spans) join_partials(tile);
+    }
+  }
+
+ private:
+  void take_rows(const AttentionTile& tile) {
+    for (int t = 0; t < tile.num_tokens; ++t) {
+      const int position = tile.position + t;
+      const int begin = shape_.window && position >= shape_.window ? position - shape_.window + 1 : 0;
+      const int end = shape_.causal ? position + 1 : tile.seq_len;
+      for (int h = 0; h < heads_per_kv_; ++h) rows_[num_rows_++] = {&tile, t * heads_per_kv_ + h, begin, end};
+    }
+  }
+
+  void take_queries(const AttentionTile& tile) {
+    const int size = shape_.head_size;
+    float* to = queries_ + num_rows_ * kQueryPitch;
+    for (int t = 0; t < tile.num_tokens; ++t) {
+      const float* q = args_.q + (tile.first_token + t) * args_.q_stride + int64_t{head_} * heads_per_kv_ * size;
+      for (int h = 0; h < heads_per_kv_; ++h, q += size, to += kQueryPitch)
+        for (int d = 0; d < size; d += kLanes) store(to + d, load(q + d) * splat(shape_.scale));
+    }
+  }
+
+  // Rows that see something of the span, in strips of about equal size.
+  void attend_span(const int32_t* blocks, int span) {
+    const SpanView view = view_of(blocks, span);
+    for (int r = 0; r < num_rows_;) {
+      int end = r;
+      while (end < num_rows_ && sees(rows_[end], span)) ++end;
+      for (int strips = (end - r + kStripRows - 1) / kStripRows; strips > 0; --strips) {
+        const int count = (end - r + strips - 1) / strips;
+        attend_rows(view, span, r, count);
+        r += count;
+      }
+      while (r < num_rows_ && !sees(rows_[r], span)) ++r;
+    }
+  }
+
+  // What no row sees is not looked up: the table may hold anything there.
+  SpanView view_of(const int32_t* blocks, int span) const {
+    const KVCache& cache = args_.cache;
+    Seen all{kSpan, 0};
+    for (int r = 0; r < num_rows_; ++r)
+      if (sees(rows_[r], span)) all = either(all, seen_in(rows_[r], span));
+    SpanView view;
+    view.head_size = cache.head_size;
+    view.soft_cap = shape_.soft_cap;
+    const int64_t group_bytes = int64_t{kLanes} * cache.head_size * bytes_of(cache.form);
+    for (int g = all.begin / kLanes; g * kLanes < all.end; ++g) {
+      const int token = span * kSpan + g * kLanes, group = token % cache.block_size / kLanes;
+      const HeadBlock block = head_block(cache, blocks[token / cache.block_size], head_);
+      view.keys[g] = block.keys + group * group_bytes;
+      view.values[g] = block.values + group * group_bytes;
+      view.key_scales[g] = block.key_scales + group * kLanes;
+      view.value_scales[g] = block.value_scales + group * kLanes;
+    }
+    return view;
+  }
+
+  void attend_rows(const SpanView& view, int span, int first, int count) {
+    Strip strip{queries_ + first * kQueryPitch, {}, {kSpan, 0}, {0, kSpan}, weights_, parts_};
+    for (int r = 0; r < count; ++r) {
+      strip.seen[r] = seen_in(rows_[first + r], span);
+      strip.all = either(strip.all, strip.seen[r]);
+      strip.common = both(strip.common, strip.seen[r]);
+    }
+    kAttendStrip[static_cast<int>(args_.cache.form)][count - 1](strip, view);
+    for (int r = 0; r < count; ++r) keep(first + r, span, parts_ + r * pitch_);
+  }
+
+  void keep(int r, int span, const float* part) {
+    const Row& row = rows_[r];
+    if (!row.tile->whole) {
+      copy_partial(partial(row, span), part, shape_.head_size);
+    } else if (span == row.begin / kSpan) {
+      copy_partial(sums_ + r * pitch_, part, shape_.head_size);
+    } else {
+      join(sums_ + r * pitch_, part, shape_.head_size);
+    }
+  }
+
+  float* partial(const Row& row, int span) const {
+    const AttentionTile& tile = *row.tile;
+    const int64_t place = int64_t{head_} * tile.num_spans + (span - tile.first_span);
+    return args_.partials + tile.partials + (place * tile.num_tokens * heads_per_kv_ + row.number) * pitch_;
+  }
+
+  // Join what all jobs of a tile have left, in the order of the spans.
+  void join_partials(const AttentionTile& tile) {
+    num_rows_ = 0;
+    take_rows(tile);
+    for (int r = 0; r < num_rows_; ++r) {
+      float* sums = sums_ + r * pitch_;
+      int span = rows_[r].begin / kSpan;
+      copy_partial(sums, partial(rows_[r], span), shape_.head_size);
+      while (sees(rows_[r], ++span)) join(sums, partial(rows_[r], span), shape_.head_size);
+    }
+    finish(tile);
+  }
+
+  // Divide the sums by those of the weights, and hand out the rows of a tile.
+  void finish(const AttentionTile& tile) {
+    const int size = shape_.head_size, width = heads_per_kv_ * size, column = head_ * width;
+    const float* sums = sums_;
+    for (int token = tile.first_token; token < tile.first_token + tile.num_tokens; ++token) {
+      float* to = args_.out ? args_.out + int64_t{token} * shape_.num_heads * size + column : line_;
+      for (int h = 0; h < heads_per_kv_; ++h, sums += pitch_) {
+        const F32 total = splat(sums[size + 1]);
+        for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) / total);
+      }
+      if (args_.encoded.high) encode(to, width, args_.encoded, token, column);
+    }
+  }
+
+  const AttentionArgs& args_;
+  const AttentionShape& shape_;
+  const int head_, heads_per_kv_, pitch_;
+  // Parts of the thread's scratch.
+  float* queries_;  // [kAttentionRows][kQueryPitch], times the scale of the scores
+  float* sums_;     // [kAttentionRows][partial_pitch]
+  float* weights_;  // [kStripRows][kSpan]
+  float* parts_;    // [kStripRows][partial_pitch]
+  float* line_;     // the query heads of a KV head, of one token
+  Row rows_[kAttentionRows];
+  int num_rows_ = 0;
+};
+
+static_assert(kAttentionRows * (kQueryPitch + partial_pitch(kMaxHeadSize) + kMaxHeadSize) +
+                  kStripRows * (kSpan + partial_pitch(kMaxHeadSize)) <=
+              kAttentionScratch);
+
+void attend(const AttentionArgs& args, int unit, float* scratch) {
+  const int num_kv_heads = args.shape.num_kv_heads;
+  const AttentionUnit& jobs = args.plan->units[unit / num_kv_heads];
+  Worker worker(args, unit % num_kv_heads, scratch);
+  for (int i = 0; i < jobs.num_jobs; ++i) worker.run(args.plan->jobs[jobs.first_job + i]);
+}
