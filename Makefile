@@ -57,11 +57,13 @@ readme: .venv/.installed
 clean:
 	rm -rf .venv .venv-dev .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
-.venv/.installed: pyproject.toml
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.toml' -o -name 'CMakeLists.txt' -o -name '*.py')
+
+.venv/.installed: pyproject.toml $(NATIVE)
 	@$(MAKE) --no-print-directory environment TARGET=. VENV=.venv
 	@touch $@
 
-.venv-dev/.installed: pyproject.toml $(CONSTRAINTS)
+.venv-dev/.installed: pyproject.toml $(NATIVE) $(CONSTRAINTS)
 	@$(MAKE) --no-print-directory environment TARGET='.[dev]' VENV=.venv-dev
 	@touch $@
 
@@ -71,3 +73,6 @@ environment:
 	@echo "Setting up $(VENV) with $(PYTHON) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '$(TARGET)'
+	@echo "Building the native kernels (once; about two minutes)"
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) ./native || echo \
+		"The native kernels could not be built: numpy's are used, which are slower. They need a C++20 compiler (g++ 11, clang 14)." >&2

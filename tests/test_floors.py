@@ -37,7 +37,7 @@ ROOMS = {
     "grammar": Room(1, {"base"}, ARRAYS | {"llguidance"}),
     "transfer": Room(1, {"base"}, ARRAYS | {"zmq"}),
     "models": Room(2, {"base", "kernels", "checkpoint"}, ARRAYS),
-    "worker": Room(3, {"base", "kernels", "models", "transfer"}, ARRAYS),
+    "worker": Room(3, {"base", "kernels", "models", "transfer"}, ARRAYS | {"tqdm"}),
     "executor": Room(4, {"base", "worker"}, ARRAYS),
     "engine": Room(5, {"base", "core", "grammar", "transfer", "executor"}, ARRAYS | {"zmq"}),
     "frontend": Room(

@@ -111,6 +111,8 @@ class Step {
 class Program {
  public:
   explicit Program(std::shared_ptr<Machine> machine) : machine_(std::move(machine)) {}
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
   void append(std::unique_ptr<Step> step) { steps_.push_back(std::move(step)); }
   // A pass over a batch (machine.batch and machine.tables are set), or over rows alone (num_requests is 0).
   void run();

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -56,6 +55,9 @@ class Found(msgspec.Struct, kw_only=True):
     num_cores: int | None
     free_memory_bytes: int
     kernels: str  # "native" or "numpy"
+    variant: str | None = None  # of the native kernels, the one that would be used
+    variants_gops: dict[str, float] = {}  # what a short measurement says of each that runs here
+    why_not_native: str | None = None
     model: ModelFound
     cache_dir: str
     cached_models: dict[str, str]  # path by name
@@ -71,10 +73,16 @@ class Found(msgspec.Struct, kw_only=True):
             "numpy": [f"{self.numpy} with {self.blas}{note}"],
             "cores": [f"{self.num_usable_cores} usable of {self.num_cores}"],
             "memory": [f"{self.free_memory_bytes / 2**30:.1f} GiB free"],
-            "kernels": ["native" if self.kernels == "native" else "numpy (native kernels are not there yet)"],
+            "kernels": [self._kernels()],
             "model": [self.model.words()],
             "cache": [self.cache_dir, *(here or ["no model yet; mainspring pull lists what there is"])],
         }
+
+    def _kernels(self) -> str:
+        if self.variant is None:
+            return f"numpy: {self.why_not_native}"
+        measured = ", ".join(f"{name} {gops:.0f}" for name, gops in self.variants_gops.items())
+        return f"native {self.variant} (GOP/s of one thread, measured now: {measured})"
 
 
 def run(argv: list[str]) -> int:
@@ -113,11 +121,24 @@ def examine(model: str) -> Found:
         num_usable_cores=usable_cores(),
         num_cores=os.cpu_count(),
         free_memory_bytes=free_memory_bytes(),
-        kernels="numpy" if find_spec("mainspring_native") is None else "native",
+        **_kernels(),
         model=_model(model),
         cache_dir=str(default_cache_dir()),
         cached_models={entry.name: str(path) for entry, path in list_models() if path},
     )
+
+
+def _kernels() -> dict[str, Any]:
+    from mainspring.kernels.native import library, measured_variants, why_not
+
+    if library() is None:
+        return {"kernels": "numpy", "why_not_native": why_not()}
+    measured = dict(measured_variants())
+    return {
+        "kernels": "native",
+        "variant": max(measured, key=measured.__getitem__),
+        "variants_gops": measured,
+    }
 
 
 def _model(name: str) -> ModelFound:

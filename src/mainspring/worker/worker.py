@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import EngineError
+from mainspring.base.errors import ConfigError, EngineError
 from mainspring.base.log import get_logger
 from mainspring.base.memory import free_memory_bytes
 from mainspring.base.messages import (
@@ -25,7 +31,28 @@ from mainspring.worker.model_runner import ModelRunner
 MOST_KV_BYTES = 4 * 2**30  # of the pool on a CPU, unless the settings say otherwise
 KV_SHARE = 0.25  # of free memory, likewise
 
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB, as users of vLLM on CPUs set it
+
 logger = get_logger(__name__)
+
+
+def _space_bytes(given: str) -> int:
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = 0.0
+    if not 0.0 < gib < 2**14:
+        raise ConfigError(f"{KV_SPACE} {given!r} in the environment must be a number of GiB above 0")
+    logger.info("KV cache: %s GiB, as %s says", given, KV_SPACE)
+    return int(gib * 2**30)
+
+
+def _progress(bar: tqdm) -> Callable[[int, int], None]:
+    def show(done_bytes: int, total_bytes: int) -> None:
+        bar.total = total_bytes
+        bar.update(done_bytes - bar.n)
+
+    return show
 
 
 class Worker:
@@ -38,7 +65,17 @@ class Worker:
         self._runner: ModelRunner | None = self._make_runner()
 
     def _make_runner(self) -> ModelRunner:
-        return ModelRunner(load_model(self._config), self._config.scheduler.max_num_seqs)
+        with tqdm(
+            desc="packing weights",
+            total=0,
+            unit="B",
+            unit_scale=True,
+            delay=0.5,  # most models are packed before anybody would have looked
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        ) as bar:
+            model = load_model(self._config, _progress(bar))
+        return ModelRunner(model, self._config.scheduler.max_num_seqs)
 
     @property
     def runner(self) -> ModelRunner:
@@ -50,12 +87,21 @@ class Worker:
         return self.runner.model.kv_cache_specs()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV pool: the setting, else a quarter of what is free, at most 4 GiB."""
+        """Bytes for the KV pool: the setting, else the environment's `VLLM_CPU_KVCACHE_SPACE`, else a quarter
+        of what is free, at most 4 GiB. What it was, and why, goes to the log."""
         if self._kv_cache_memory_bytes is not None:
             return self._kv_cache_memory_bytes
+        if given := os.environ.get(KV_SPACE):
+            return _space_bytes(given)
         free_bytes = free_memory_bytes()
-        logger.info("%.2f GiB of memory are free", free_bytes / 2**30)
-        return min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
+        pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
+        logger.info(
+            "KV cache: %.2f GiB, a quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
+            "kv_cache_memory_bytes sets it",
+            pool_bytes / 2**30,
+            free_bytes / 2**30,
+        )
+        return pool_bytes
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         self._initialized = (config, max_model_len)
