@@ -259,7 +259,7 @@ def _engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
     if named is not None and found.setdefault("model", named) != named:
         raise ConfigError(f"MODEL {named!r} and --model {found['model']!r} differ; give one")
     found.pop("served_model_name", None)
-    return found
+    return {"disable_log_stats": False} | found
 
 
 # -- the file ------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class Question(NamedTuple):
     params: SamplingParams
     priority: int
     cache_salt: str | None
+    trace_headers: Mapping[str, str]
 
 
 async def answer(
@@ -66,6 +67,7 @@ async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream
             question.params,
             priority=question.priority,
             cache_salt=question.cache_salt,
+            trace_headers=question.trace_headers,
         )
 
 

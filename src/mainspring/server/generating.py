@@ -4,6 +4,7 @@ does the rest. Texts that are long are rendered in a thread, so nobody else wait
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ from mainspring.server.service import Service
 from mainspring.server.writing import Head, Reporting, Writer
 
 T = TypeVar("T")
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C's
+LOAD_FORMAT, LOAD = "endpoint-load-metrics-format", "endpoint-load-metrics"  # ORCA's
 MAX_SALT = 128
 SALT_TABOO = set("@/\\\0")
 
@@ -77,9 +80,19 @@ async def _answer(
     params: SamplingParams,
     writer: Writer,
 ) -> Response:
-    question = Question(head.id, prompts, params, priority_of(request, body.priority), _salt(body.cache_salt))
+    question = Question(
+        head.id,
+        prompts,
+        params,
+        priority_of(request, body.priority),
+        _salt(body.cache_salt),
+        {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
+    )
     keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
-    return await answer(service.llm, request, question, writer, keep_alive_s)
+    reply = await answer(service.llm, request, question, writer, keep_alive_s)
+    if (load := load_report(service, request.headers.get(LOAD_FORMAT))) is not None:
+        reply.headers[LOAD] = load
+    return reply
 
 
 async def _off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
@@ -121,3 +134,19 @@ def _salt(salt: Any) -> str | None:
             400, f"cache_salt must have 1 to {MAX_SALT} characters and none of @, /, \\ and NUL", "cache_salt"
         )
     return salt
+
+
+def load_report(service: Service, form: str | None) -> str | None:
+    """For load balancers that ask with each request: how full the engine is, as it said last."""
+    stats = service.llm.stats
+    if form is None or stats is None:
+        return None
+    figures = {
+        "num_requests_waiting": float(stats.scheduler.num_waiting + stats.scheduler.num_parked),
+        "kv_cache_usage_perc": stats.scheduler.kv_cache_usage,
+    }
+    if form.lower() == "json":
+        return "JSON " + json.dumps({"named_metrics": figures})
+    if form.lower() == "text":
+        return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())
+    return None

@@ -25,7 +25,7 @@ from mainspring.server.replies import (
     Version,
 )
 from mainspring.server.requests import DetokenizeRequest, TokenizeRequest
-from mainspring.server.service import Phase, Service
+from mainspring.server.service import Service
 
 # -- models --------------------------------------------------------------------------------------------------
 
@@ -54,21 +54,24 @@ def _card(service: Service, name: str) -> ModelCard:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Whether requests are answered: vLLM's word for it, without a body."""
-    is_well = service.phase is not Phase.LOADING and await service.is_answering()
-    return Response(status_code=200 if is_well else 503)
+    """Whether requests are answered."""
+    await service.check_answering()
+    return Response()
 
 
 async def is_live(service: Service, request: Request) -> Response:
-    """Whether there is a sense in waiting: 503 says that only a new process will help."""
-    is_well = service.status == "loading" or await service.is_answering()
-    return JSONReply(Health(service.status), 200 if is_well else 503)
+    """Whether there is a sense in waiting: a failure says that only a new process will help."""
+    if service.status != "loading":
+        await service.check_answering()
+    return JSONReply(Health(service.status))
 
 
 async def is_ready(service: Service, request: Request) -> Response:
     """Whether new requests are welcome."""
-    is_well = service.status == "ready" and await service.is_answering()
-    return JSONReply(Health(service.status), 200 if is_well else 503)
+    if service.status == "draining":
+        raise ApiError(503, "the server is shutting down")
+    await service.check_answering()
+    return JSONReply(Health(service.status))
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -77,6 +80,11 @@ async def version(service: Service, request: Request) -> Response:
 
 async def load(service: Service, request: Request) -> Response:
     return JSONReply(Load(service.num_live))
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    page, content_type = await service.metrics.page(request.headers.get("accept", ""))
+    return Response(page, media_type=content_type)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------
@@ -113,3 +121,8 @@ async def detokenize(service: Service, request: Request) -> Response:
             "tokens",
         )
     return JSONReply(DetokenizeReply(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+async def openapi(service: Service, request: Request) -> Response:
+    """This document."""
+    return JSONReply(service.document)

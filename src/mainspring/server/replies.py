@@ -230,3 +230,9 @@ class Version(msgspec.Struct):
 
 class Load(msgspec.Struct):
     server_load: int  # requests that are being answered
+
+
+class Document(msgspec.Struct):
+    """The API's description, in the parts that are always there."""
+
+    openapi: str

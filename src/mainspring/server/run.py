@@ -25,6 +25,7 @@ from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.log import get_logger
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.chat_template import ChatTemplate
+from mainspring.frontend.tracing import Tracer
 from mainspring.server.app import make_app
 from mainspring.server.http import cancelled
 from mainspring.server.service import Service
@@ -116,14 +117,16 @@ async def serve(
     stop = stop or asyncio.Event()
     server = make_server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    probe = asyncio.create_task(service.metrics.run_probe(), name="mainspring-probe")
     with _signals(stop) as impatient:
         try:
             llm = await _load(open_engine, stop, serving)
             try:
-                service.set_ready(llm, _template(llm, chat_template))
-                when_ready()
-                await _first(stop.wait(), _wait(serving))
-                await _drain(service, impatient)
+                with _tracing(service, llm):
+                    service.set_ready(llm, _template(llm, chat_template))
+                    when_ready()
+                    await _first(stop.wait(), _wait(serving))
+                    await _drain(service, impatient)
             finally:
                 await llm.shutdown()
                 with contextlib.suppress(TimeoutError):
@@ -133,6 +136,7 @@ async def serve(
             service.set_draining()
             server.should_exit = True
             await service.close()
+            await cancelled(probe)
             await serving
 
 
@@ -165,6 +169,20 @@ async def _load(
         loaded.cancel()
         raise NeverReady
     return loaded.result()
+
+
+@contextlib.contextmanager
+def _tracing(service: Service, llm: AsyncLLM) -> Iterator[None]:
+    endpoint = service.settings.otlp_traces_endpoint
+    if endpoint is None:
+        yield
+        return
+    tracer = Tracer.to(endpoint, service.model_names[0])
+    llm.on_finished(tracer)
+    try:
+        yield
+    finally:
+        tracer.close()
 
 
 async def _drain(service: Service, impatient: asyncio.Event) -> None:

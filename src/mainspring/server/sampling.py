@@ -9,9 +9,10 @@ wrong for the API (a temperature above 2).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from mainspring.base.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from mainspring.server.errors import ApiError
@@ -104,52 +105,35 @@ def _judge_stream(body: GenerationRequest) -> None:
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
-    """The one constraint that is asked for, in whichever field. Raises `ApiError` for two, and for what is
-    none."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    if body.response_format is not None and (given := _of_format(body.response_format)):
-        found.append(("response_format", given))
+    """The one constraint that is asked for, in whichever field. Raises `ApiError` or `RequestError` for two,
+    and for what is none."""
+    found: list[tuple[str, StructuredOutputsParams]] = []
+    if body.response_format is not None and (wanted := _of_format(body.response_format)) is not None:
+        found.append(("response_format", wanted))
     if body.structured_outputs is not None:
-        found.append(("structured_outputs", _of_extension(body)))
-    if given := _of_old_fields(body):
-        found.append((f"guided_{next(iter(given))}", given))
-    if not found:
-        return None
+        found.append(("structured_outputs", StructuredOutputsParams(**_set(body.structured_outputs))))
+    if (wanted := _of_old_fields(body)) is not None:
+        found.append(("guided_...", wanted))
     if len(found) > 1:
-        raise ApiError(
-            400, f"{found[0][0]} and {found[1][0]} both say what the text must be; give one", found[1][0]
-        )
-    [(field, given)] = found
-    if len(given) != 1:
-        what = f"{', '.join(given)} at once" if given else "none of them"
-        raise ApiError(
-            400,
-            f"{field} must have exactly one of json, regex, choice, grammar, json_object and structural_tag; "
-            f"it has {what}",
-            field,
-        )
-    return StructuredOutputsParams(**given)
+        (first, _), (second, _), *_ = found
+        raise ApiError(400, f"{first} and {second} both say what the text must be; give one", second)
+    return found[0][1] if found else None
 
 
-def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
+def _of_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
     match wanted.type:
         case "text":
-            return {}
+            return None
         case "json_object":
-            return {"json_object": True}
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema" if wanted.json_schema is not None and wanted.json_schema.schema is not None:
+            return StructuredOutputsParams(json=wanted.json_schema.schema)
         case "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema is None:
-                raise ApiError(
-                    400, "response_format of type json_schema needs json_schema.schema", "response_format"
-                )
-            return {"json": _text(wanted.json_schema.schema)}
+            raise ApiError(
+                400, "response_format of type json_schema needs json_schema.schema", "response_format"
+            )
         case "structural_tag":
-            if wanted.format is None and wanted.structures is None:
-                raise ApiError(
-                    400, "a structural_tag needs format, or structures and triggers", "response_format"
-                )
-            parts = {"format": wanted.format, "structures": wanted.structures, "triggers": wanted.triggers}
-            return {"structural_tag": _text({"type": "structural_tag"} | _set(parts))}
+            return StructuredOutputsParams(structural_tag=_set(wanted))
     raise ApiError(
         400,
         f"response_format.type {wanted.type[:40]!r} must be text, json_object, json_schema or structural_tag",
@@ -157,59 +141,20 @@ def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     )
 
 
-def _of_extension(body: GenerationRequest) -> dict[str, Any]:
-    given = body.structured_outputs
-    assert given is not None
-    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient"):
-        if getattr(given, name):
-            raise ApiError(
-                400, f"structured_outputs.{name} is not supported yet; leave it out", "structured_outputs"
-            )
-    return _kinds(
-        given.json, given.regex, given.choice, given.grammar, given.json_object, given.structural_tag
-    )
-
-
-def _of_old_fields(body: GenerationRequest) -> dict[str, Any]:
+def _of_old_fields(body: GenerationRequest) -> StructuredOutputsParams | None:
     """vLLM's former names for the same; they are mapped, for without effect they would be a trap."""
-    if body.guided_whitespace_pattern is not None:
-        raise ApiError(
-            400, "guided_whitespace_pattern is not supported; leave it out", "guided_whitespace_pattern"
-        )
-    return _kinds(
-        body.guided_json,
-        body.guided_regex,
-        body.guided_choice,
-        body.guided_grammar,
-        body.guided_json_object,
-        None,
-    )
+    given: dict[str, Any] = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+        "json_object": body.guided_json_object or None,
+        "whitespace_pattern": body.guided_whitespace_pattern,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return StructuredOutputsParams(**given) if given else None
 
 
-def _kinds(
-    schema: Any,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    json_object: bool | None,
-    structural_tag: Any,
-) -> dict[str, Any]:
-    return _set(
-        {
-            "json": None if schema is None else _text(schema),
-            "regex": regex,
-            "choice": None if choice is None else tuple(choice),
-            "grammar": grammar,
-            "json_object": json_object or None,
-            "structural_tag": None if structural_tag is None else _text(structural_tag),
-        }
-    )
-
-
-def _set(parts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in parts.items() if value is not None}
-
-
-def _text(value: Any) -> str:
-    """JSON that came as JSON, or already as text."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _set(fields: msgspec.Struct) -> dict[str, Any]:
+    """Those that are not null."""
+    return {name: value for name, value in msgspec.structs.asdict(fields).items() if value is not None}

@@ -3,9 +3,9 @@
     LOADING ──> READY ──> DRAINING
        └──────────┴──> a dead engine is seen by asking it, in any phase
 
-Health. `is_answering` starts a round trip through the engine core and judges by the oldest that has not come
-back, so the answer is at once, also from a core that is stuck; it turns well when the core moves again (case
-B004).
+Health. `check_answering` starts a round trip through the engine core and judges by the oldest that has not
+come back, so the answer is at once, also from a core that is stuck; it turns well when the core moves again
+(case B004).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mainspring.base.log import get_logger
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.server.errors import LOADING_RETRY_AFTER_S, ApiError
+from mainspring.server.metrics import ServerMetrics
 from mainspring.server.prompts import Chats
 from mainspring.server.settings import ServerSettings
 
@@ -55,6 +56,8 @@ class Service:
         self._round_trip: asyncio.Task[None] | None = None
         self._asked_s = 0.0
         self._warned: set[str] = set()
+        self.metrics = ServerMetrics()
+        self.document: dict[str, Any] = {}  # of the API: see `openapi.py`
 
     # --- phases ---------------------------------------------------------------------------------------------
 
@@ -66,6 +69,7 @@ class Service:
             self.settings.default_chat_template_kwargs,
             self.settings.trust_request_chat_template,
         )
+        self.metrics.attach(llm, self.model_names[0])
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
@@ -96,14 +100,18 @@ class Service:
 
     # --- health ---------------------------------------------------------------------------------------------
 
-    async def is_answering(self) -> bool:
-        """Whether the engine core answered within `health_timeout`."""
-        if self._llm is None or self._llm.errored:
-            return False
+    async def check_answering(self) -> None:
+        """Raises `ApiError` (503) if the engine core did not answer within `health_timeout`."""
+        if self._llm is None:
+            raise ApiError(503, "the model is still loading", retry_after_s=LOADING_RETRY_AFTER_S)
+        if (dead := self._llm.dead_error) is not None:
+            raise ApiError(503, f"the engine is dead: {dead}")
         if self._round_trip is None or self._round_trip.done():
             self._asked_s = time.monotonic()
             self._round_trip = asyncio.create_task(self._ask(self._llm))
-        return time.monotonic() - self._asked_s < self.settings.health_timeout
+        waited_s = time.monotonic() - self._asked_s
+        if waited_s > self.settings.health_timeout:
+            raise ApiError(503, f"the engine has not answered for {waited_s:.0f} s")
 
     async def _ask(self, llm: AsyncLLM) -> None:
         try:

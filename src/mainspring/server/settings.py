@@ -99,6 +99,10 @@ class ServerSettings:
         default=0.0, metadata={"help": "seconds after which a silent stream says so; 0: never"}
     )
     # words
+    otlp_traces_endpoint: str | None = field(
+        default=None,
+        metadata={"help": "send a span for each request there (OTLP over HTTP); needs the extra otel"},
+    )
     disable_uvicorn_access_log: bool = field(default=False, metadata={"help": "no line for each request"})
     disable_access_log_for_endpoints: list[str] = field(
         default_factory=list, metadata={"help": "no lines for these paths"}
