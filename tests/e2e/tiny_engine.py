@@ -25,8 +25,9 @@ from mainspring.frontend.input_processor import InputProcessor
 from mainspring.frontend.llm_engine import LLMEngine
 from mainspring.frontend.output_processor import OutputProcessor
 from mainspring.kernels.ops import Batch
-from mainspring.worker import model_runner
-from mainspring.worker.sampler import SamplingState, _multiply, edit_logits, gumbel, noise_bits, surviving_ids
+from mainspring.worker import sampler
+from mainspring.worker.sampling_rules import _multiply, edit_logits, gumbel, noise_bits, surviving_ids
+from mainspring.worker.sampling_state import SamplingState
 
 NUM_TOKENS = 122  # of the tokenizer; the model's head has a few rows more
 EOS, END = NUM_TOKENS - 2, NUM_TOKENS - 1
@@ -171,7 +172,7 @@ class Witness:
 
     def __init__(self) -> None:
         self._margins: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._draw = model_runner.sample_row
+        self._draw = sampler.sample_row
         self._lock = threading.Lock()
         self.num_compared = self.num_parted = 0
 
@@ -180,7 +181,7 @@ class Witness:
     def watching(cls) -> Iterator[Witness]:
         witness = cls()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_runner, "sample_row", witness.sample_row)
+            patch.setattr(sampler, "sample_row", witness.sample_row)
             yield witness
 
     def sample_row(self, logits, state: SamplingState, mask=None):

@@ -29,7 +29,7 @@ def test_a_chunk_a_decode_and_a_prompt_in_one_batch():
     prompts = {2: list(range(10, 19)), 0: [20, 21, 22], 3: [30, 31]}
     entering = [new_request(slot, prompt, num_groups=2) for slot, prompt in prompts.items()]
     step(batch, plan({2: 5, 0: 3}, [0], new_requests=entering))
-    batch.append_token(0, 77)
+    batch.append_tokens(np.array([0]), [77])
     built = step(batch, plan({0: 1, 3: 2, 2: 3}, [0, 3]))
     assert built.token_ids.tolist() == [77, 30, 31, 15, 16, 17]
     assert built.positions.tolist() == [3, 0, 1, 5, 6, 7]
@@ -71,7 +71,7 @@ def test_blocks_are_appended_to_their_group():
     first = new_request(0, range(4), num_groups=2)
     first.block_ids = ([3], [9])
     step(batch, plan({0: 4}, new_requests=[first]))
-    batch.append_token(0, 5)
+    batch.append_tokens(np.array([0]), [5])
     appended = [BlockAppend(0, 1, [10]), BlockAppend(0, 0, [4, 6])]
     built = step(batch, plan({0: 1}, new_blocks=appended))
     assert [table.tolist() for table in built.block_tables] == [[[3, 4]], [[9, 10]]]
@@ -83,7 +83,7 @@ def test_a_plan_that_reads_what_was_not_sampled_is_our_mistake():
     step(batch, plan({0: 2}, new_requests=[new_request(0, [1, 2])]))
     with pytest.raises(AssertionError, match="not sampled yet"):
         batch.build(plan({0: 1}))
-    batch.append_token(0, 5)
+    batch.append_tokens(np.array([0]), [5])
     batch.apply(plan({}, new_requests=[new_request(1, [1, 2])]))
     with pytest.raises(AssertionError, match="do not reach their end"):
         batch.build(plan({0: 1, 1: 1}))
@@ -96,7 +96,7 @@ def test_the_workers_tokens_are_its_own():
     batch = make_batch()
     new = new_request(0, [1, 2])
     step(batch, plan({0: 2}, new_requests=[new]))
-    batch.append_token(0, 3)
+    batch.append_tokens(np.array([0]), [3])
     assert new.token_ids == [1, 2]
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from worker_fakes import bitmask, random_logits, state
 
 from mainspring.base.params import SamplingParams
-from mainspring.worker.sampler import (
+from mainspring.worker.sampling_rules import (
     LOGPROB_FLOOR,
     SamplingError,
-    TokenCounts,
     best_ids,
     bits_below,
     gumbel,
@@ -27,6 +26,7 @@ from mainspring.worker.sampler import (
     sample_row,
     surviving_ids,
 )
+from mainspring.worker.sampling_state import TokenCounts
 
 V = 40
 EOS = 39

@@ -17,7 +17,7 @@ from mainspring.base.messages import (
 )
 from mainspring.base.params import SamplingParams
 from mainspring.worker.model_runner import ModelRunner
-from mainspring.worker.sampler import SamplingState
+from mainspring.worker.sampling_state import SamplingState
 
 SPEC = KVCacheSpec(num_kv_heads=1, head_size=4)
 

@@ -11,14 +11,16 @@ Rule 4. Block tables are padded with 0, the null block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.messages import KVCacheConfig, NewRequestData, SchedulerOutput, TokenLogprobs
 from mainspring.kernels.ops import Batch
-from mainspring.worker.sampler import SamplingState
+from mainspring.worker.sampling_state import SamplingState
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class Slot:
 
     request_id: str
     sampling: SamplingState
+    sampling_plan: Any  # what the sampler made of it
     num_prompt_logprobs: int | None  # still wanted; -1: all
     # of the prompt positions computed so far
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -37,13 +40,23 @@ class Slot:
 class InputBatch:
     """Slots, and per slot and KV group a row of block ids."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, kv: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        kv: KVCacheConfig,
+        plan_sampling: Callable[[SamplingState], Any] = lambda state: None,
+    ) -> None:
         self.vocab_size = vocab_size
+        self._plan_sampling = plan_sampling
         self.block_size = kv.block_size
         self.slots: list[Slot | None] = [None] * max_num_seqs
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known here, sampled ones included
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # whose KV is, or is being, written
         self.last_token = np.zeros(max_num_seqs, dtype=np.int32)  # token num_tokens - 1
+        # the position from which its rows are greedy and nothing else
+        self.greedy_from = np.zeros(max_num_seqs, dtype=np.int64)
         max_blocks = -(-max_model_len // kv.block_size)
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in kv.groups]
         self.num_blocks = np.zeros((len(kv.groups), max_num_seqs), dtype=np.int32)
@@ -99,11 +112,12 @@ class InputBatch:
         """The plan's tokens are computed; `batch` was built from it."""
         self.num_computed_tokens[plan.slots] = batch.seq_lens
 
-    def append_token(self, slot: int, token_id: int) -> None:
-        """A token was sampled for the request in `slot`."""
-        self.at(slot).sampling.append(token_id)
-        self.num_tokens[slot] += 1
-        self.last_token[slot] = token_id
+    def append_tokens(self, slots: npt.NDArray[np.intp], token_ids: list[int]) -> None:
+        """A token was sampled for the request in each slot; no slot comes twice."""
+        for slot, token_id in zip(slots.tolist(), token_ids, strict=True):
+            self.at(slot).sampling.append(token_id)
+        self.num_tokens[slots] += 1
+        self.last_token[slots] = token_ids
 
     def fail(self, slot: int, error: str) -> None:
         """The request in `slot` cannot go on."""
@@ -137,9 +151,9 @@ class InputBatch:
     def _enter(self, new: NewRequestData) -> None:
         slot = new.slot
         assert new.token_ids, f"{new.request_id} has no tokens"
-        self.slots[slot] = Slot(
-            new.request_id, SamplingState.of(new, self.vocab_size), new.num_prompt_logprobs
-        )
+        state = SamplingState.of(new, self.vocab_size)
+        self.slots[slot] = Slot(new.request_id, state, self._plan_sampling(state), new.num_prompt_logprobs)
+        self.greedy_from[slot] = state.greedy_from
         self.watched.discard(slot)
         if new.num_prompt_logprobs is not None:
             self.watched.add(slot)

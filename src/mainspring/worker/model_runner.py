@@ -9,14 +9,17 @@ an assert says so.
 A request that cannot go on (no token allowed, logits not finite) is reported in `errors` and, because the
 scheduler may have planned its next rows already, stays in its slot with a filler token until it is freed.
 
-Logits are computed for a few rows at a time, so their memory does not grow with the batch or the chunk.
+Sampling rows are of two classes. A row that is greedy and nothing else, be it under a grammar's mask, is
+left to the model's head where that finds largest logits itself, without keeping any. All others have their
+logits computed, a few rows at a time, so that their memory does not grow with the batch or the chunk, and
+handed to the sampler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +35,25 @@ from mainspring.base.messages import (
 )
 from mainspring.kernels.ops import Batch
 from mainspring.worker.input_batch import InputBatch, Slot
-from mainspring.worker.sampler import SamplingError, row_logprobs, sample_row
+from mainspring.worker.sampler import (
+    NativeSampler,
+    NumpySampler,
+    SampledRows,
+    Sampler,
+    concatenated,
+    greedy_rows,
+)
+from mainspring.worker.sampling_rules import SamplingError
 
 FloatArray = npt.NDArray[np.float32]
+
+# (hidden states [rows, hidden], masks) -> per row the id of the largest logit, the first among equals, and
+# that logit. A mask, [ceil(vocab_size / 32)] int32, says which tokens count, and where none does the logit is
+# -inf. None: all count; no masks at all: in every row. A NaN that counts is found before any number.
+GreedyHead = Callable[[FloatArray, list[Any]], tuple[npt.NDArray[np.int32], FloatArray]]
+
+# (hidden states [rows, hidden], their slots, their masks or none at all) -> their tokens
+_SampleRows = Callable[[FloatArray, npt.NDArray[np.intp], list[Any]], SampledRows]
 
 PROMPT_LOGITS_ROWS = 64  # rows of prompt logits that exist at once
 LOGITS_BYTES = 32 * 2**20  # of sampling logits that exist at once, but at least a row
@@ -44,7 +63,8 @@ _FILLER_TOKEN = 0
 
 class Model(Protocol):
     """What a model is to a runner. One that is ever told to clear or copy blocks (`blocks_to_zero`,
-    `blocks_to_copy`) also has `zero_blocks(block_ids)` and `copy_blocks(pairs)`."""
+    `blocks_to_copy`) also has `zero_blocks(block_ids)` and `copy_blocks(pairs)`. It may have a `sampler`, a
+    `RowSampler` to be used in the place of numpy, and a `greedy`, a `GreedyHead`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -80,13 +100,18 @@ class ModelRunner:
     def __init__(self, model: Model, max_num_seqs: int) -> None:
         self.model = model
         self._max_num_seqs = max_num_seqs
+        rows = getattr(model, "sampler", None)
+        self._sampler: Sampler = NumpySampler() if rows is None else NativeSampler(rows)
+        self._find_largest: GreedyHead | None = getattr(model, "greedy", None)
         self._batch: InputBatch | None = None
         self._parked: _Parked | None = None
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the KV pool and the slots. Once, before the first plan."""
         self.model.initialize_kv(config)
-        self._batch = InputBatch(self._max_num_seqs, max_model_len, self.model.vocab_size, config)
+        self._batch = InputBatch(
+            self._max_num_seqs, max_model_len, self.model.vocab_size, config, self._sampler.enter
+        )
 
     @property
     def batch(self) -> InputBatch:
@@ -121,37 +146,77 @@ class ModelRunner:
         self._parked = None
         masks = {} if mask is None else dict(zip(mask.rows, mask.bitmask, strict=True))
         assert masks.keys() >= set(plan.grammar_rows), "a row that needs a mask has none"
-        num_rows = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
-        rows = iter(plan.sampling_rows)
-        for logits in self._logits(hidden, num_rows):
-            for row_logits in logits:
-                row = next(rows)
-                self._sample(row, plan.slots[row], row_logits, masks.get(row), output)
+        rows = np.array(plan.sampling_rows)
+        slots = np.array(plan.slots)[rows]
+        for part, sample in self._classes(slots):
+            chosen = rows[part].tolist()
+            row_masks = [masks.get(row) for row in chosen] if masks else []
+            whole = len(chosen) == len(rows)
+            sampled = sample(hidden if whole else hidden[part], slots[part], row_masks)
+            self._record(chosen, slots[part], sampled, output)
         return output
 
-    def _sample(
-        self,
-        row: int,
-        slot: int,
-        logits: FloatArray,
-        mask: npt.NDArray[np.int32] | None,
-        output: ModelRunnerOutput,
+    def _classes(self, slots: npt.NDArray[np.intp]) -> list[tuple[npt.NDArray[np.intp], _SampleRows]]:
+        """Which of the sampling rows are sampled how."""
+        if self._find_largest is None:
+            return [(np.arange(len(slots)), self._sample_logits)]
+        in_head = self.batch.num_tokens[slots] >= self.batch.greedy_from[slots]
+        classes: list[tuple[npt.NDArray[np.intp], _SampleRows]] = [
+            (np.flatnonzero(in_head), self._sample_in_head),
+            (np.flatnonzero(~in_head), self._sample_logits),
+        ]
+        return [(part, sample) for part, sample in classes if len(part)]
+
+    def _sample_in_head(
+        self, hidden: FloatArray, slots: npt.NDArray[np.intp], masks: list[Any]
+    ) -> SampledRows:
+        assert self._find_largest is not None
+        return greedy_rows(*self._find_largest(hidden, masks))
+
+    def _sample_logits(
+        self, hidden: FloatArray, slots: npt.NDArray[np.intp], masks: list[Any]
+    ) -> SampledRows:
+        num_rows = max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+        states = [self.batch.at(slot) for slot in slots.tolist()]
+        sampled, start = SampledRows([]), 0
+        for logits in self._logits(hidden, num_rows):
+            some = slice(start, start + len(logits))
+            sampled.extend(
+                self._sampler.sample(
+                    logits,
+                    [state.sampling for state in states[some]],
+                    [state.sampling_plan for state in states[some]],
+                    masks[some],
+                )
+            )
+            start += len(logits)
+        return sampled
+
+    def _record(
+        self, rows: list[int], slots: npt.NDArray[np.intp], sampled: SampledRows, output: ModelRunnerOutput
     ) -> None:
-        state = self.batch.at(slot)
-        if state.error is None:
-            try:
-                sampled = sample_row(logits, state.sampling, mask)
-            except SamplingError as error:
-                self.batch.fail(slot, str(error))
-            else:
-                output.sampled_token_ids[row].append(sampled.token_id)
-                if sampled.logprobs is not None:
-                    output.logprobs[row] = sampled.logprobs
-                self.batch.append_token(slot, sampled.token_id)
-                return
-        assert state.error is not None
-        output.errors[row] = state.error
-        self.batch.append_token(slot, _FILLER_TOKEN)
+        """Into the result and into the slots. Who cannot go on, now or since earlier, gets a filler token."""
+        for index, error in sampled.errors.items():
+            if self.batch.at(slots[index]).error is None:
+                self.batch.fail(int(slots[index]), error)
+        for index, logprobs in sampled.logprobs.items():
+            output.logprobs[rows[index]] = logprobs
+        for row, token_id in zip(rows, sampled.token_ids, strict=True):
+            output.sampled_token_ids[row].append(token_id)
+        for index in self._failed(slots):
+            row, cause = rows[index], self.batch.at(slots[index]).error
+            assert cause is not None
+            output.errors[row] = cause
+            output.sampled_token_ids[row].clear()
+            output.logprobs.pop(row, None)
+            sampled.token_ids[index] = _FILLER_TOKEN
+        self.batch.append_tokens(slots, sampled.token_ids)
+
+    def _failed(self, slots: npt.NDArray[np.intp]) -> list[int]:
+        """The places of requests that cannot go on: usually none."""
+        if not self.batch.watched:
+            return []
+        return [index for index, slot in enumerate(slots.tolist()) if self.batch.at(slot).error is not None]
 
     def _logits(self, hidden: FloatArray, num_rows: int) -> Iterator[FloatArray]:
         for start in range(0, len(hidden), num_rows):
@@ -191,13 +256,14 @@ class ModelRunner:
                 "the prefix cache; leave skip_reading_prefix_cache unset"
             )
         end = start + len(hidden)
-        tokens = iter(state.sampling.token_ids[start + 1 : min(end + 1, num_prompt_tokens)])
+        tokens = state.sampling.token_ids[start + 1 : min(end + 1, num_prompt_tokens)]
         for logits in self._logits(hidden[: num_prompt_tokens - 1 - start], PROMPT_LOGITS_ROWS):
-            rows = [row_logprobs(row, next(tokens), num_logprobs) for row in logits]
-            state.prompt_logprobs.append(_concatenated(rows))
+            scores = self._sampler.score(logits, tokens[: len(logits)], num_logprobs)
+            state.prompt_logprobs.append(scores)
+            tokens = tokens[len(logits) :]
         if end < num_prompt_tokens:
             return None
-        whole = _concatenated([_no_positions(num_logprobs, self.model.vocab_size), *state.prompt_logprobs])
+        whole = concatenated([_no_positions(num_logprobs, self.model.vocab_size), *state.prompt_logprobs])
         state.num_prompt_logprobs, state.prompt_logprobs = None, []
         return whole
 
@@ -209,10 +275,6 @@ class ModelRunner:
             if method is None:
                 raise EngineError(f"the plan needs {name}, which {type(self.model).__name__} does not have")
             method(work)
-
-
-def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    return TokenLogprobs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def _no_positions(num_logprobs: int, vocab_size: int) -> TokenLogprobs:
