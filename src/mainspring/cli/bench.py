@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import json
 import sys
+import typing
 from argparse import Namespace
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
@@ -17,13 +21,19 @@ from mainspring.cli.dialect import (
     add_engine_flags,
     add_flag,
     engine_arguments,
+    json_object,
     nearest,
+    real,
 )
+
+if TYPE_CHECKING:
+    from mainspring.bench.load import LoadArgs
 
 BENCHES = {
     "scheduler": "what a step costs in bookkeeping alone; needs no model",
     "throughput": "prefill, decode and memory with a real model",
     "startup": "import, first token, size of the install",
+    "serve": "a server under load: latencies, throughput, goodput",
 }
 
 
@@ -40,6 +50,8 @@ def run(argv: list[str]) -> int:
             return _throughput(rest)
         case "startup":
             return _startup(rest)
+        case "serve":
+            return _serve(rest)
     near = nearest(name, BENCHES)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(BENCHES)}"
     raise ConfigError(f"unknown benchmark {name!r}; {hint}")
@@ -91,6 +103,98 @@ def _startup(argv: list[str]) -> int:
     figures = startup.measure(_repeats(given), args.model, args.kernels)
     _show(startup.table(figures), figures, given.json)
     return 0
+
+
+SERVE_HELP = {
+    "backend": "openai-chat: /v1/chat/completions with text; openai: /v1/completions with token ids",
+    "base_url": "where the server is",
+    "endpoint": "path, instead of the backend's",
+    "model": "its name; default: the first that the server lists",
+    "header": "Name=value, sent with each request; may be repeated",
+    "num_prompts": "requests",
+    "num_warmups": "requests before, which are not measured",
+    "request_rate": "mean arrivals per second; inf: all at once",
+    "burstiness": "of arrivals: 1 is Poisson, less comes in bursts, more is even",
+    "max_concurrency": "most requests on their way; default: no limit",
+    "random_input_len": "tokens of a prompt (words, where it must be text)",
+    "random_output_len": "tokens of an answer",
+    "random_range_ratio": "lengths are drawn from length x (1 - ratio) to length x (1 + ratio)",
+    "random_prefix_len": "tokens that all prompts begin with, besides",
+    "ignore_eos": "answers have their full length",
+    "temperature": "of sampling; 0: the likeliest token",
+    "extra_body": "more fields for each request, as JSON",
+    "seed": "of prompts, lengths and arrivals",
+    "goodput": "a limit in milliseconds such as ttft:500, of ttft, tpot, itl, e2el; may be several",
+    "metric_percentiles": "percentiles to show, with commas",
+    "dataset_name": "what is asked: random words or tokens, the only one so far",
+    "ready_check_timeout_sec": "seconds in which the server must answer at first",
+    "server_pid": "process whose CPU time is counted; default: what /metrics shows",
+}
+
+
+def _serve(argv: list[str]) -> int:
+    from mainspring.bench.load import LoadArgs
+
+    examples = (
+        "--request-rate 4 --num-prompts 40",
+        "--backend openai --max-concurrency 8 --goodput ttft:500 itl:50 --plot load.svg",
+    )
+    parser = Parser("bench serve", f"Measure {BENCHES['serve']}.", examples, argv)
+    group = parser.add_argument_group("the load")
+    hints = typing.get_type_hints(LoadArgs)
+    for setting in fields(LoadArgs):
+        flag, help = "--" + setting.name.replace("_", "-"), SERVE_HELP[setting.name]
+        match setting.name:
+            case "goodput":
+                group.add_argument(flag, nargs="+", action="extend", metavar="NAME:MS", help=help)
+            case "metric_percentiles":
+                group.add_argument(flag, type=_numbers, metavar="P,P", help=f"{help} (default: 50,90,99)")
+            case "extra_body":
+                group.add_argument(flag, type=json_object, metavar="JSON", help=help)
+            case _:
+                default = "on" if setting.default is True else setting.default
+                shown = "" if default in (None, MISSING) else f" (default: {default})"
+                add_flag(group, setting.name, hints[setting.name], help + shown)
+    add_flag(group, "host", str, "where the server is, instead of --base-url")
+    add_flag(group, "port", int, "and its port (default: 8000)")
+    group = parser.add_argument_group("what comes of it")
+    group.add_argument("--plot", metavar="FILE.svg", default=None, help="draw distributions and course")
+    add_flag(group, "disable_tqdm", bool, "no progress bar", default=False)
+    add_common_flags(parser)
+    given = parser.read(argv)
+    if given.plot is not None and not given.plot.endswith(".svg"):
+        raise ConfigError(f"--plot {given.plot} must end in .svg: that is what it draws")
+    named = {f.name: getattr(given, f.name) for f in fields(LoadArgs) if hasattr(given, f.name)}
+    if hasattr(given, "host") or hasattr(given, "port"):
+        where = f"http://{getattr(given, 'host', '127.0.0.1')}:{getattr(given, 'port', 8000)}"
+        named.setdefault("base_url", where)
+    return _measure_server(LoadArgs(**named), given)
+
+
+def _measure_server(args: LoadArgs, given: Namespace) -> int:
+    """Exit status 1 if a request failed: then the figures are not those of the load that was asked for."""
+    import asyncio
+
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from mainspring.bench import plot, serve
+
+    is_silent = True if given.disable_tqdm else None  # None: unless a terminal looks on
+    with tqdm(total=args.num_prompts, disable=is_silent, unit="request") as bar:
+        measured = asyncio.run(
+            serve.measure(args, on_done=lambda answer: bar.update(1), on_start=bar.unpause)
+        )
+    _show(serve.table(measured), serve.figures(measured), given.json)
+    if given.plot is not None:
+        try:
+            Path(given.plot).write_text(plot.svg(measured), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--plot {given.plot} cannot be written: {error.strerror}") from None
+    return 0 if len(measured.completed) == len(measured.answers) else 1
+
+
+def _numbers(text: str) -> list[float]:
+    return [real(word) for word in text.split(",")]
 
 
 def _add_repeats(parser: Parser) -> None:
