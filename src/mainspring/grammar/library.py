@@ -23,6 +23,21 @@ LIMITS = LLParserLimits(
 )
 
 
+# How the library's messages begin, and the keyword they speak of without naming it.
+_KEYWORDS = {
+    "Resource ": "$ref",
+    "Anchor ": "$ref",
+    "Pointer ": "$ref",
+    "Invalid URI reference ": "$ref",
+    "circular references ": "$ref",
+    "Unknown format: ": "format",
+    "regex parse error": "pattern",
+    "Failed to generate regex for ": "minimum and maximum",
+    "Schema intersection ": "allOf",
+    "schema must be ": "a schema inside it",
+}
+
+
 class Made(NamedTuple):
     matcher: LLMatcher  # at its beginning
     warnings: tuple[str, ...]  # what is not enforced; only where `lenient` was set
@@ -78,10 +93,10 @@ def make_matcher(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> Made
     _check_whitespace(tokenizer, asked)
     matcher = LLMatcher(tokenizer, translate(asked), log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise GrammarError(f"{asked.kind}: {one_line(matcher.get_error())}")
-    warnings = tuple(map(one_line, matcher.get_grammar_warnings()))
+        raise GrammarError(f"{asked.kind}: {_worded(matcher.get_error())}")
+    warnings = tuple(map(_worded, matcher.get_grammar_warnings()))
     if warnings and not asked.lenient:
-        raise GrammarError(f"{asked.kind}: {one_line('; '.join(warnings))}")
+        raise GrammarError(f"{asked.kind}: {'; '.join(warnings)}")
     matcher.compute_bitmask()  # also so that the first step of every request finds it done
     if matcher.is_error():
         reason = matcher.stop_reason()
@@ -102,3 +117,14 @@ def _check_whitespace(tokenizer: LLTokenizer, asked: StructuredOutputsParams) ->
     matcher.compute_bitmask()
     if not matcher.is_error():
         raise GrammarError("whitespace_pattern may match only spaces, tabs and line ends")
+
+
+def _worded(message: str) -> str:
+    """The library's message in one line, with the keyword at fault, and without advice that does not apply."""
+    line = one_line(message)
+    if line.startswith("oneOf constraints are not supported"):
+        return "oneOf is not supported where more than one of its schemas may fit; use anyOf"
+    for beginning, keyword in _KEYWORDS.items():
+        if line.startswith(beginning):
+            return f"{keyword}: {line}"
+    return line.replace("Unimplemented keys: ", "these keywords are not supported: ")

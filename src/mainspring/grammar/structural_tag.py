@@ -14,7 +14,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mainspring.grammar.words import OPTIONS_KEY, GrammarError, check_schema, shown
+from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
+from mainspring.grammar.words import GrammarError, as_json, shown
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -34,7 +35,7 @@ _NODES: dict[str, tuple[set[str], set[str]]] = {
 
 def structural_tag_to_lark(tag: Any, json_options: Mapping[str, Any], closed: bool) -> str:
     """Raises `GrammarError`. `json_options` are the library's settings for the schemas inside; `closed` is as
-    in `check_schema`."""
+    in `prepare_schema`."""
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise GrammarError('structural_tag must be an object with "type": "structural_tag"')
     writer = _Writer(json_options, closed)
@@ -109,11 +110,8 @@ class _Writer:
         return name
 
     def _schema(self, schema: Any) -> str:
-        checked = check_schema("json_schema", schema, closed=self._closed)
-        try:
-            text = json.dumps(checked | {OPTIONS_KEY: dict(self._json_options)}, allow_nan=False)
-        except ValueError:
-            raise GrammarError("json_schema has a number that is too large") from None
+        prepared = prepare_schema("json_schema", schema, closed=self._closed)
+        text = as_json("json_schema", prepared | {OPTIONS_KEY: dict(self._json_options)})
         return self._rule(f"%json {text}")
 
     def _tag(self, node: Any, said: str) -> str:

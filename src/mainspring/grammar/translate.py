@@ -18,8 +18,9 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from mainspring.base.params import StructuredOutputsParams
+from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
 from mainspring.grammar.structural_tag import structural_tag_to_lark
-from mainspring.grammar.words import GrammarError, check_schema, one_line, read_json, refuse_options_key
+from mainspring.grammar.words import GrammarError, as_json, one_line, read_json
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -40,8 +41,8 @@ def translate(asked: StructuredOutputsParams) -> str:
     match kind:
         case "json":
             schema = read_json(kind, value)
-            enforced = check_schema(kind, schema, closed=asked.disable_additional_properties)
-            text = value if enforced is schema else json.dumps(enforced)
+            enforced = prepare_schema(kind, schema, closed=asked.disable_additional_properties)
+            text = value if enforced == schema else as_json(kind, enforced)  # as it was written
             return LLMatcher.grammar_from_json_schema(text, overrides=json_options(asked))
         case "json_object":
             return LLMatcher.grammar_from_json_schema(ANY_OBJECT, overrides=json_options(asked))
@@ -61,7 +62,12 @@ def translate(asked: StructuredOutputsParams) -> str:
 
 def json_options(asked: StructuredOutputsParams) -> JsonCompileOptions:
     """The library's settings for a JSON schema."""
-    options: JsonCompileOptions = {"lenient": asked.lenient, "coerce_one_of": False}
+    options: JsonCompileOptions = {
+        "lenient": asked.lenient,
+        "coerce_one_of": False,
+        # Without \uXXXX: a name spelled so would pass as another than it is.
+        "json_allowed_escapes": '"\\bfnrt',
+    }
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
@@ -70,7 +76,9 @@ def json_options(asked: StructuredOutputsParams) -> JsonCompileOptions:
 
 
 def _as_lark(text: str) -> str:
-    refuse_options_key("grammar", text)
+    # A schema inside a grammar could have the keyword too, and spell it with \uXXXX.
+    if OPTIONS_KEY in re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text):
+        raise GrammarError(f"grammar has the keyword {OPTIONS_KEY}, which is not a schema's to set")
     if _EBNF_RULE.search(text) is None:
         return text
     if len(text) > MAX_EBNF_BYTES:

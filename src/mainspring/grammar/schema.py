@@ -1,0 +1,141 @@
+"""A JSON schema on its way to the library: what that takes too lightly is made exact, or refused by name.
+
+Found by running the JSON Schema test suite and many thousands of random texts against it (tests/grammar):
+
+1. `format` date, time and date-time let days and leap seconds through that do not exist: they become
+   patterns.
+2. A property that is said twice counts once, so `minProperties` cannot be counted where names are free.
+3. `\\S` in a pattern is everything but white space, and ECMAScript counts U+FEFF as that.
+4. Draft 3 has keywords that later ones do not know, and would pass over. Up to draft 7 `contentEncoding` and
+   `contentMediaType` may be asserted.
+5. Characters that JSON can only spell as \\uXXXX cannot be said (see `translate.json_options`).
+
+A schema may refer to any place in itself, so every mapping is looked at, whatever stands above it; only what
+is data (`const`, `enum` and the like) is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mainspring.grammar.words import GrammarError, shown
+
+OPTIONS_KEY = "x-guidance"  # in a schema: the library's own settings, strictness among them
+
+_DATE = (
+    r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    r"|02-(0[1-9]|1[0-9]|2[0-8]))"
+    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+)
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_CLOCK})"  # without leap seconds
+EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+
+_DATA_KEYS = {"const", "enum", "default", "examples", "example"}
+_NAME_KEYS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+_OLD_DRAFTS = re.compile(r"json-schema\.org/draft-0[1-3]/")
+_ASSERTING_DRAFTS = re.compile(r"json-schema\.org/draft-0[4-7]/")
+_UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+
+def prepare_schema(name: str, schema: Any, *, closed: bool = False) -> dict[str, Any]:
+    """The schema as it is to be enforced. `closed`: objects that name properties, and say nothing of others,
+    have no others. A schema may be True: everything fits it. Raises `GrammarError`, in which it is called
+    `name`."""
+    if schema is False:
+        raise GrammarError(f"{name} is the schema False, which nothing fits")
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"{name} must be a JSON schema, which is an object; got {shown(schema)}")
+    try:
+        return _Preparation(name, closed, str(schema.get("$schema", ""))).schema(schema)
+    except RecursionError:
+        raise GrammarError(f"{name} is nested too deeply") from None
+
+
+class _Preparation:
+    def __init__(self, name: str, closed: bool, draft: str) -> None:
+        self._name = name
+        self._closed = closed
+        self._asserts_content = _ASSERTING_DRAFTS.search(draft) is not None
+        if _OLD_DRAFTS.search(draft):
+            raise GrammarError(f"{name} has $schema {draft}, which is too old; write it for draft 4 or later")
+
+    def schema(self, node: dict[str, Any]) -> dict[str, Any]:
+        if OPTIONS_KEY in node:
+            raise GrammarError(f"{self._name} has the keyword {OPTIONS_KEY}, which is not a schema's to set")
+        self._judge(node)
+        copy = {key: self._value(key, value) for key, value in node.items()}
+        if isinstance(pattern := copy.get("pattern"), str):
+            copy["pattern"] = ecma_pattern(pattern)
+        if isinstance(named := copy.get("format"), str) and named in EXACT_FORMATS:
+            del copy["format"]
+            if "pattern" in copy:
+                copy["allOf"] = [*copy.get("allOf", []), {"pattern": EXACT_FORMATS[named]}]
+            else:
+                copy["pattern"] = EXACT_FORMATS[named]
+        is_open = not copy.keys() & {"additionalProperties", "patternProperties"}
+        if self._closed and is_open and isinstance(copy.get("properties"), dict):
+            copy["additionalProperties"] = False
+        return copy
+
+    def _value(self, key: str, value: Any) -> Any:
+        if key in _DATA_KEYS:
+            if key in ("const", "enum"):
+                self._judge_speakable(value)
+            return value
+        if isinstance(value, dict):
+            if key not in _NAME_KEYS:
+                return self.schema(value)
+            if key == "properties":
+                self._judge_speakable(list(value))
+            named = {name: self._value("", part) for name, part in value.items()}
+            return {ecma_pattern(k): v for k, v in named.items()} if key == "patternProperties" else named
+        if isinstance(value, list):
+            return [self._value("", part) for part in value]
+        return value
+
+    def _judge(self, node: dict[str, Any]) -> None:
+        least, required = node.get("minProperties"), node.get("required", [])
+        num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+        has_free_names = node.get("additionalProperties") is not False or "patternProperties" in node
+        if has_free_names and isinstance(least, int | float) and least > max(1, num_required):
+            raise GrammarError(
+                f"{self._name}: minProperties {shown(least)} cannot be counted where names are free: set "
+                "additionalProperties to false, or list more names in required"
+            )
+        for key in ("contentEncoding", "contentMediaType"):
+            if self._asserts_content and isinstance(node.get(key), str):
+                raise GrammarError(f"{self._name}: {key} is not supported in this draft")
+
+    def _judge_speakable(self, value: Any) -> None:
+        match value:
+            case str():
+                if found := _UNSPEAKABLE.search(value):
+                    raise GrammarError(
+                        f"{self._name}: the control character U+{ord(found[0]):04X} is not supported"
+                    )
+            case list():
+                for part in value:
+                    self._judge_speakable(part)
+            case dict():
+                self._judge_speakable(list(value))
+                self._judge_speakable(list(value.values()))
+
+
+def ecma_pattern(pattern: str) -> str:
+    r"""`pattern` with `\S` as ECMAScript has it. Raises `GrammarError` where that cannot be said."""
+    if r"\S" not in pattern:
+        return pattern
+    parts, in_class = [], False
+    for part in re.findall(r"\\.|[^\\]|\\$", pattern, re.DOTALL):
+        if part == r"\S":
+            if in_class and r"\s" not in pattern:
+                raise GrammarError(r"pattern: \S is supported in a class of characters only together with \s")
+            part = part if in_class else r"[^\s\uFEFF]"
+        elif part in "[]":
+            in_class = part == "[" or (in_class and part != "]")
+        parts.append(part)
+    return "".join(parts)
