@@ -134,7 +134,7 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
   if (codes) {
     require(width / num_kv_heads % kBlock == 0, "a KV head's rows must be whole blocks of 32 to be encoded");
     require(scales && codes->size() == q.size() && scales->size() * kBlock == q.size(), "codes of another shape");
-    sums.resize(q.size() / kBlock);
+    sums.resize(q.size() / kGroup);
     args.encoded = {codes->data(), nullptr, scales->data(), sums.data(), width};
   }
   const BatchView batch{num_requests, num_tokens, nullptr, nullptr, starts.data(), seq_lens.data()};

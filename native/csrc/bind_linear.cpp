@@ -94,7 +94,7 @@ struct EncodedRows {
       : high(rows * columns),
         low(wide ? rows * columns : 0),
         scales(rows * (columns / kBlock)),
-        code_sums(rows * (columns / kBlock)),
+        code_sums(rows * (columns / kGroup)),
         view{high.data(), wide ? low.data() : nullptr, scales.data(), code_sums.data(),
              static_cast<int32_t>(columns)} {}
   Aligned<int8_t> high, low;
@@ -187,7 +187,7 @@ nb::tuple encode(const Floats& x, const std::string& variant, const std::string&
   const bool wide = is_wide(activations);
   auto high = new_array<int8_t>({rows, columns}), low = new_array<int8_t>({rows, columns});
   auto scales = new_array<float>({rows, blocks});
-  auto code_sums = new_array<int32_t>({rows, blocks});
+  auto code_sums = new_array<int32_t>({rows, columns / kGroup});
   const Encoded out{high.data(), wide ? low.data() : nullptr, scales.data(), code_sums.data(),
                     static_cast<int32_t>(columns)};
   for (size_t row = 0; row < rows; ++row)

@@ -39,7 +39,7 @@ double measure(const Kernels& variant) {
   alignas(64) static uint16_t scales[kPanels * kLanes * kBlocks];
   alignas(64) int8_t high[kRows * kColumns] = {};
   float row_scales[kRows * kBlocks] = {};
-  int32_t sums[kRows * kBlocks] = {};
+  int32_t sums[kRows * kColumns / kGroup] = {};
   alignas(64) float tile[kRows * kPanels * kLanes];
   const Matrix matrix{Form::Q4, kPanels * kLanes, kColumns, 8, codes, scales, nullptr, kLanes * kColumns / 2};
   const Input input{nullptr, {high, nullptr, row_scales, sums, kColumns}};

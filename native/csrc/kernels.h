@@ -18,6 +18,7 @@ namespace mainspring {
 
 constexpr int kLanes = 16;  // output columns of a panel: the lanes of every vector here
 constexpr int kBlock = 32;  // weights along a row that share a scale, and activations that do
+constexpr int kGroup = 16;  // half a block: weights that share a scale where scales are finer
 
 // How the weights of a matrix are held. Rows of the matrix (outputs) are grouped in panels of kLanes, the last
 // one padded with zeros. Inside a panel:
@@ -34,9 +35,10 @@ struct Matrix {
   int32_t columns;         // inputs; a multiple of kBlock for Q8 and Q4
   int32_t offset;          // of Q8 and Q4 without mins
   const uint8_t* codes;    // panel p begins at codes + p * codes_stride; 64-byte aligned
-  const uint16_t* scales;  // fp16 [panels][columns / kBlock][kLanes]; null for F32, F16, BF16
+  const uint16_t* scales;  // fp16 [panels][columns / group][kLanes]; null for F32, F16, BF16
   const uint16_t* mins;    // fp16, as scales; may be null
   int64_t codes_stride;    // bytes
+  int32_t group = kBlock;  // inputs that share a scale: kBlock; or kGroup, of Q8 without mins alone
 };
 
 // Activations as integers: per row and kBlock inputs one scale. A value is scale * (high * 256 + low) where
@@ -45,7 +47,7 @@ struct Encoded {
   int8_t* high;        // [rows][columns]
   int8_t* low;         // [rows][columns], or null
   float* scales;       // [rows][columns / kBlock]
-  int32_t* code_sums;  // [rows][columns / kBlock]: sum of the integers of a block
+  int32_t* code_sums;  // [rows][columns / kGroup]: sums of the integers of every kGroup inputs
   int32_t columns;
 };
 

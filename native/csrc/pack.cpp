@@ -70,7 +70,8 @@ uint32_t load32(const uint8_t* p) {
 // kBlock weights in the kernels' terms: 32 codes of 8 bits, or 16 bytes of two codes as Form::Q4 has them.
 struct Block {
   alignas(16) uint8_t codes[kBlock];
-  uint16_t scale, min;
+  uint16_t scales[kBlock / kGroup];  // the first alone, where a block has one
+  uint16_t min;
 };
 
 struct SourceType {
@@ -80,6 +81,7 @@ struct SourceType {
   int block_bytes;  // of it; 0: there is no source of bytes, floats are quantised
   bool has_mins;
   int offset;
+  int group;
   void (*decode)(const uint8_t* raw, int part, Block&);  // the part-th kBlock weights of a source block
 };
 
@@ -88,12 +90,12 @@ namespace {
 constexpr int kOffset8 = 128;  // of signed bytes, and of smaller codes kept as such
 
 void decode_q4_0(const uint8_t* raw, int, Block& out) {
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   std::memcpy(out.codes, raw + 2, 16);
 }
 
 void decode_q4_1(const uint8_t* raw, int, Block& out) {
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   out.min = load16(raw + 2);
   std::memcpy(out.codes, raw + 4, 16);
 }
@@ -107,24 +109,24 @@ void decode_5_bits(const uint8_t* nibbles, uint32_t fifth, int add, Block& out) 
 }
 
 void decode_q5_0(const uint8_t* raw, int, Block& out) {
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   decode_5_bits(raw + 6, load32(raw + 2), kOffset8 - 16, out);
 }
 
 void decode_q5_1(const uint8_t* raw, int, Block& out) {
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   out.min = load16(raw + 2);
   decode_5_bits(raw + 8, load32(raw + 4), 0, out);
 }
 
 void decode_q8_0(const uint8_t* raw, int, Block& out) {
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   for (int i = 0; i < kBlock; ++i) out.codes[i] = raw[2 + i] ^ 0x80;
 }
 
 void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
   static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-  out.scale = load16(raw);
+  out.scales[0] = load16(raw);
   for (int i = 0; i < 16; ++i) {
     out.codes[i] = static_cast<uint8_t>(kValues[raw[2 + i] & 15] + kOffset8);
     out.codes[i + 16] = static_cast<uint8_t>(kValues[raw[2 + i] >> 4] + kOffset8);
@@ -144,7 +146,7 @@ void decode_k_scales(const uint8_t* raw, int part, Block& out) {
     scale = (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4;
     min = packed[part + 4] >> 4 | (packed[part] >> 6) << 4;
   }
-  out.scale = to_half(from_half(load16(raw)) * static_cast<float>(scale));
+  out.scales[0] = to_half(from_half(load16(raw)) * static_cast<float>(scale));
   out.min = to_half(-(from_half(load16(raw + 2)) * static_cast<float>(min)));
 }
 
@@ -168,20 +170,37 @@ void decode_q5_k(const uint8_t* raw, int part, Block& out) {
     out.codes[i] = static_cast<uint8_t>(k_nibble(nibbles, part, i) | (fifth[i] >> part & 1) << 4);
 }
 
+// Two halves of 128 weights; in each, byte i of 64 has the low nibbles of weights i and i + 64, byte i of 32 two upper
+// bits of weights i, i + 32, i + 64 and i + 96; a signed scale for every 16, and their fp16 scale.
+void decode_q6_k(const uint8_t* raw, int part, Block& out) {
+  const int half = part / 4, quarter = part % 4;
+  const uint8_t* nibbles = raw + 64 * half + 32 * (quarter % 2);
+  const uint8_t* upper = raw + 128 + 32 * half;
+  for (int i = 0; i < kBlock; ++i) {
+    const int low = quarter < 2 ? nibbles[i] & 15 : nibbles[i] >> 4;
+    out.codes[i] = static_cast<uint8_t>(low | (upper[i] >> (2 * quarter) & 3) << 4);
+  }
+  for (int g = 0; g < 2; ++g) {
+    const auto scale = static_cast<int8_t>(raw[192 + 2 * part + g]);
+    out.scales[g] = to_half(from_half(load16(raw + 208)) * static_cast<float>(scale));
+  }
+}
+
 constexpr SourceType kSourceTypes[] = {
-    {"F32", Form::F32, 1, 4, false, 0, nullptr},
-    {"F16", Form::F16, 1, 2, false, 0, nullptr},
-    {"BF16", Form::BF16, 1, 2, false, 0, nullptr},
-    {"Q4_0", Form::Q4, 32, 18, false, 8, decode_q4_0},
-    {"Q4_1", Form::Q4, 32, 20, true, 0, decode_q4_1},
-    {"Q5_0", Form::Q8, 32, 22, false, kOffset8, decode_q5_0},
-    {"Q5_1", Form::Q8, 32, 24, true, 0, decode_q5_1},
-    {"Q8_0", Form::Q8, 32, 34, false, kOffset8, decode_q8_0},
-    {"IQ4_NL", Form::Q8, 32, 18, false, kOffset8, decode_iq4_nl},
-    {"Q4_K", Form::Q4, 256, 144, true, 0, decode_q4_k},
-    {"Q5_K", Form::Q8, 256, 176, true, 0, decode_q5_k},
-    {"q8", Form::Q8, 32, 0, false, kOffset8, nullptr},
-    {"q4", Form::Q4, 32, 0, true, 0, nullptr},
+    {"F32", Form::F32, 1, 4, false, 0, kBlock, nullptr},
+    {"F16", Form::F16, 1, 2, false, 0, kBlock, nullptr},
+    {"BF16", Form::BF16, 1, 2, false, 0, kBlock, nullptr},
+    {"Q4_0", Form::Q4, 32, 18, false, 8, kBlock, decode_q4_0},
+    {"Q4_1", Form::Q4, 32, 20, true, 0, kBlock, decode_q4_1},
+    {"Q5_0", Form::Q8, 32, 22, false, kOffset8, kBlock, decode_q5_0},
+    {"Q5_1", Form::Q8, 32, 24, true, 0, kBlock, decode_q5_1},
+    {"Q8_0", Form::Q8, 32, 34, false, kOffset8, kBlock, decode_q8_0},
+    {"IQ4_NL", Form::Q8, 32, 18, false, kOffset8, kBlock, decode_iq4_nl},
+    {"Q4_K", Form::Q4, 256, 144, true, 0, kBlock, decode_q4_k},
+    {"Q5_K", Form::Q8, 256, 176, true, 0, kBlock, decode_q5_k},
+    {"Q6_K", Form::Q8, 256, 210, false, 32, kGroup, decode_q6_k},
+    {"q8", Form::Q8, 32, 0, false, kOffset8, kBlock, nullptr},
+    {"q4", Form::Q4, 32, 0, true, 0, kBlock, nullptr},
 };
 
 const SourceType& find_source(const std::string& name) {
@@ -206,8 +225,8 @@ struct Planes {
     const int num_bytes = block_code_bytes(m.form);
     uint8_t* to = codes + panel * m.codes_stride + block * num_bytes * kLanes + 4 * lane;
     for (int i = 0; i < num_bytes; i += 4) std::memcpy(to + i * kLanes, from.codes + i, 4);
-    const int64_t at = (panel * (m.columns / kBlock) + block) * kLanes + lane;
-    scales[at] = from.scale;
+    const int64_t groups = kBlock / m.group, at = (panel * (m.columns / kBlock) + block) * groups * kLanes + lane;
+    for (int64_t g = 0; g < groups; ++g) scales[at + g * kLanes] = from.scales[g];
     if (m.mins) mins[at] = from.min;
   }
 
@@ -262,8 +281,8 @@ int nearest_code(float x, int low, int high) {
 
 void quantize_q8(const float* x, Block& out) {
   const float largest = largest_magnitude(x);
-  out.scale = to_half(largest / 127.0f);
-  const float scale = from_half(out.scale);
+  out.scales[0] = to_half(largest / 127.0f);
+  const float scale = from_half(out.scales[0]);
   for (int i = 0; i < kBlock; ++i) {
     const int code = scale > 0 ? nearest_code(x[i] / scale, -127, 127) : 0;
     out.codes[i] = static_cast<uint8_t>(code + kOffset8);
@@ -302,7 +321,7 @@ void quantize_q4(const float* x, Block& out) {
   const float largest = largest_magnitude(x);
   if (std::isnan(largest)) {
     out = Block{};
-    out.scale = to_half(largest);
+    out.scales[0] = to_half(largest);
     return;
   }
   const float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
@@ -315,7 +334,7 @@ void quantize_q4(const float* x, Block& out) {
       const double error = encode_q4(x, from_half(scale16), from_half(min16), codes);
       if (error < least) {
         least = error;
-        out.scale = scale16;
+        out.scales[0] = scale16;
         out.min = min16;
         std::copy(codes, codes + kBlock, best);
       }
@@ -341,11 +360,12 @@ PackedMatrix::PackedMatrix(const std::string& source, int64_t rows, int64_t colu
   view_.rows = static_cast<int32_t>(rows);
   view_.columns = static_cast<int32_t>(columns);
   view_.offset = source_->offset;
+  view_.group = source_->group;
   if (is_quantized(view_.form)) {
     const int64_t num_blocks = columns / kBlock;
     view_.codes_stride = num_blocks * block_code_bytes(view_.form) * kLanes;
     scales_offset_ = aligned(num_panels(view_) * view_.codes_stride);
-    mins_offset_ = scales_offset_ + aligned(num_panels(view_) * num_blocks * kLanes * 2);
+    mins_offset_ = scales_offset_ + aligned(num_panels(view_) * columns / view_.group * kLanes * 2);
     num_bytes_ = source_->has_mins ? 2 * mins_offset_ - scales_offset_ : mins_offset_;
   } else {
     view_.codes_stride = columns * element_bytes(view_.form) * kLanes;
@@ -445,7 +465,7 @@ void PackedMatrix::unpack(float* out) const {
         if (m.form == Form::BF16) *out = from_bf16(load16(from));
         continue;
       }
-      const int64_t b = c / kBlock, at = (panel * (m.columns / kBlock) + b) * kLanes + lane;
+      const int64_t b = c / kBlock, at = (panel * m.columns + c) / m.group * kLanes + lane;
       const int i = static_cast<int>(c % kBlock), k = m.form == Form::Q4 ? i % 16 : i;
       const uint8_t byte = codes[b * block_code_bytes(m.form) * kLanes + k / 4 * 64 + 4 * lane + k % 4];
       const int code = m.form == Form::Q8 ? byte : i < 16 ? byte & 15 : byte >> 4;

@@ -67,7 +67,7 @@ void Machine::reserve(int rows) {
     const size_t codes = (static_cast<size_t>(rows) * buffer.width + 63) / 64 * 64;
     const size_t blocks = static_cast<size_t>(rows) * (buffer.width / kBlock);
     const size_t float_bytes = buffer.wants_rows ? 4 * codes : 0;
-    const size_t encoded_bytes = buffer.wants_encoded ? (int16 ? 2 : 1) * codes + 8 * blocks : 0;
+    const size_t encoded_bytes = buffer.wants_encoded ? (int16 ? 2 : 1) * codes + (4 + 4 * kBlock / kGroup) * blocks : 0;
     buffer.memory = std::make_unique<Memory>(float_bytes + encoded_bytes);
     uint8_t* at = buffer.memory->data();
     buffer.rows = buffer.wants_rows ? reinterpret_cast<float*>(at) : nullptr;

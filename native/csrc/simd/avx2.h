@@ -9,6 +9,7 @@ namespace {
 
 // What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
 constexpr int kTileRows = 6, kTileSums = 6;
+constexpr int kStripSums = 6;
 
 struct F32 {
   __m256 lo, hi;
@@ -129,12 +130,14 @@ inline Bytes high_nibbles(Bytes b) {
 }
 
 
-// Each lane's products of 32 codes of at most 15 with 32 signed bytes, which are the same for all lanes, added to
-// `sum`. Exact: the 16 bits in which two products at a time are summed hold all eight pairs of them.
-inline I32 dot_nibbles(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+// Each lane's products of 4 * kWords codes of at most 15 with as many signed bytes, which are the same for all
+// lanes, added to `sum`. Exact: the 16 bits in which two products at a time are summed hold eight pairs of them.
+template <int kWords>
+inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
+  static_assert(kWords <= 8);
   __m256i lo = _mm256_setzero_si256(), hi = lo;
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kWords; ++j) {
     int32_t word;
     __builtin_memcpy(&word, activations + 4 * j, 4);
     const __m256i w = _mm256_set1_epi32(word);
@@ -146,15 +149,16 @@ inline I32 dot_nibbles(I32 sum, const Bytes (&codes)[8], const int8_t* activatio
           _mm256_add_epi32(sum.hi, _mm256_madd_epi16(hi, ones))};
 }
 // The same for any bytes, as 16 times their high nibbles and their low ones.
-inline I32 dot_bytes(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
-  Bytes low[8], high[8];
+template <int kWords>
+inline I32 dot_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
+  Bytes low[kWords], high[kWords];
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kWords; ++j) {
     low[j] = low_nibbles(codes[j]);
     high[j] = high_nibbles(codes[j]);
   }
-  const I32 sixteenths = dot_nibbles(splat(0), high, activations);
-  return dot_nibbles(sum + shift_left<4>(sixteenths), low, activations);
+  const I32 sixteenths = dot_nibbles<kWords>(splat(0), high, activations);
+  return dot_nibbles<kWords>(sum + shift_left<4>(sixteenths), low, activations);
 }
 
 // Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.

@@ -9,6 +9,7 @@ namespace {
 
 // What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
 constexpr int kTileRows = 8, kTileSums = 16;
+constexpr int kStripSums = 24;  // vectors of sums of a strip of attention
 
 struct F32 {
   __m512 v;
@@ -73,9 +74,10 @@ inline I32 shift_right_unsigned(I32 a) {
 inline I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the low 32 bits
 inline I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 
-// Each lane's products of 32 unsigned bytes with 32 signed ones, which are the same for all lanes, added to `sum`:
-// exact. Two chains, for one would wait for itself.
-inline I32 dot_bytes(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
+// Each lane's products of 4 * kWords unsigned bytes with as many signed ones, which are the same for all lanes,
+// added to `sum`: exact. Two chains, for one would wait for itself.
+template <int kWords>
+inline I32 dot_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
   auto word = [&](int j) {
     int32_t value;
     __builtin_memcpy(&value, activations + 4 * j, 4);
@@ -83,15 +85,16 @@ inline I32 dot_bytes(I32 sum, const Bytes (&codes)[8], const int8_t* activations
   };
   __m512i other = _mm512_setzero_si512();
 #pragma GCC unroll 4
-  for (int j = 0; j < 8; j += 2) {
+  for (int j = 0; j < kWords; j += 2) {
     sum.v = _mm512_dpbusd_epi32(sum.v, codes[j].v, word(j));
     other = _mm512_dpbusd_epi32(other, codes[j + 1].v, word(j + 1));
   }
   return {_mm512_add_epi32(sum.v, other)};
 }
 // The same where no code is above 15.
-inline I32 dot_nibbles(I32 sum, const Bytes (&codes)[8], const int8_t* activations) {
-  return dot_bytes(sum, codes, activations);
+template <int kWords>
+inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
+  return dot_bytes<kWords>(sum, codes, activations);
 }
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }

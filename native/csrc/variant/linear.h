@@ -1,36 +1,37 @@
 // Products with packed matrices, the encoding of what they read, and single rows of them.
 //
 // Theory of operation.
-// - A product is cut into register tiles of R rows and P panels. A tile walks the columns from first to last and
-//   keeps its R x P vectors of sums in registers; what it does for one output, and in which order, is the same for
-//   all R and P.
-// - Few rows are bound by reading weights: they take several panels in lockstep, which gives the memory several
-//   streams and the arithmetic independent chains. Many rows are bound by arithmetic: a weight is unpacked once
-//   for all rows of a tile.
-// - Integers: per block of kBlock columns the products are summed exactly in 32 bits, offset included; that sum,
+// - A product is cut into register tiles of some rows and a panel, or a few. A tile walks the columns from first to
+//   last and keeps its sums in registers; what is done for one output, and in which order, is the same in all tiles.
+// - Many rows are bound by arithmetic: a weight is unpacked once for all rows of a tile. Few rows are bound by
+//   reading weights, which is fastest when planes are read as they lie, one panel after another, a little ahead.
+// - Integers: per group of columns with a scale the products are summed exactly in 32 bits, offset included; that sum,
 //   as float, times (weight scale * activation scale) is added to the float sum, and then, where there are mins,
-//   min * (activation scale * sum of the block's activations). 16-bit activations take the same steps with
+//   min * (activation scale * sum of the group's activations). 16-bit activations take the same steps with
 //   256 * (sum over high parts) + (sum over low parts), which is still exact.
 // - Floats: weights are widened and multiplied column by column, one fused sum per output.
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// How rows are cut: 8, 6, 4, 2, 1 from the variant's kTileRows on.
+constexpr int kAhead = 4096;  // bytes of codes between what is fetched and what is used: the next page
+
+// How rows are cut: 8, 6, 4, 2, 1 from the variant's kTileRows on. `Kernel` has run<rows>(row) for all of its panels,
+// rows counted from the first of the call.
 constexpr int next_tile_rows(int rows) { return rows > 2 ? rows - 2 : 1; }
 
-// Cover all rows and panels with tiles that `Kernel` has. Kernel: panels_of(rows), and run<rows, panels>(row, panel),
-// both counted from the first of the call.
-template <int kRows, int kPanels, class Kernel>
-inline void cut_panels(const Kernel& kernel, int row, int panel) {
-  for (; panel + kPanels <= kernel.num_panels; panel += kPanels) kernel.template run<kRows, kPanels>(row, panel);
-  if constexpr (kPanels > 1) cut_panels<kRows, kPanels / 2>(kernel, row, panel);
-}
 template <int kRows, class Kernel>
 inline void cut_rows(const Kernel& kernel, int row) {
-  for (; row + kRows <= kernel.num_rows; row += kRows)
-    cut_panels<kRows, Kernel::panels_of(kRows)>(kernel, row, 0);
+  for (; row + kRows <= kernel.call.num_rows; row += kRows) kernel.template run<kRows>(row);
   if constexpr (kRows > 1) cut_rows<next_tile_rows(kRows)>(kernel, row);
 }
+
+// What a call of linear() covers.
+struct Call {
+  int first_row, num_rows, first_panel, num_panels;
+  float* tile;
+
+  float* sums_of(int row, int panel) const { return tile + (int64_t{row} * num_panels + panel) * kLanes; }
+};
 
 // ---- integers ---------------------------------------------------------------------------------------------
 
@@ -50,149 +51,180 @@ inline void load_codes(const uint8_t* block, Bytes (&codes)[kWords]) {
   }
 }
 
-template <bool kFourBits>
-inline I32 dot_block(I32 sum, const Bytes (&codes)[kWords], const int8_t* activations) {
-  return kFourBits ? dot_nibbles(sum, codes, activations) : dot_bytes(sum, codes, activations);
-}
-
-template <bool kFourBits, bool kMins, bool kWide>
+// kGroups: scales per block.
+template <bool kFourBits, bool kMins, bool kWide, int kGroups>
 struct QuantizedKernel {
   const Matrix& matrix;
   const Encoded& x;
-  int first_row, num_rows, first_panel, num_panels;
-  float* tile;
+  Call call;
 
-  static constexpr int panels_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+  static constexpr int kCodesBytes = (kFourBits ? kBlock / 2 : kBlock) * kLanes;  // of a panel's block
 
-  template <int kRows, int kPanels>
+  template <int kRows>
+  void run(int row) const {
+    for (int panel = 0; panel < call.num_panels; ++panel) run<kRows>(row, panel);
+  }
+
+  template <int kRows>
   __attribute__((noinline)) void run(int row, int panel) const {
     const int num_blocks = matrix.columns / kBlock;
-    const int64_t codes_bytes = kFourBits ? 16 * kLanes : 32 * kLanes;
-    const uint8_t* codes[kPanels];
-    const uint16_t *scales[kPanels], *mins[kPanels];
-    for (int p = 0; p < kPanels; ++p) {
-      const int64_t index = first_panel + panel + p;
-      codes[p] = matrix.codes + index * matrix.codes_stride;
-      scales[p] = matrix.scales + index * num_blocks * kLanes;
-      if constexpr (kMins) mins[p] = matrix.mins + index * num_blocks * kLanes;
-    }
-    const int64_t x_row = first_row + row;
-    const int8_t* high = x.high + x_row * x.columns;
-    const int8_t* low = kWide ? x.low + x_row * x.columns : nullptr;
+    const int64_t x_row = call.first_row + row, index = call.first_panel + panel;
+    const uint8_t* codes = matrix.codes + index * matrix.codes_stride;
+    const int64_t scales_at = index * num_blocks * kGroups * kLanes;
+    const uint16_t *scales = matrix.scales + scales_at, *mins = kMins ? matrix.mins + scales_at : nullptr;
     const float* x_scales = x.scales + x_row * num_blocks;
-    const int32_t* x_sums = x.code_sums + x_row * num_blocks;
+    const int8_t *high = x.high + x_row * x.columns, *low = kWide ? x.low + x_row * x.columns : nullptr;
 
-    F32 sums[kRows][kPanels];
-    UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int p = 0; p < kPanels; ++p) sums[r][p] = splat(0.0f);
-
+    F32 sums[kRows];
+    UNROLL for (int r = 0; r < kRows; ++r) sums[r] = splat(0.0f);
     for (int begin = 0; begin < num_blocks; begin += kLanes) {
-      // What an output's min, or its offset, is multiplied with: for several blocks at a time, that is cheaper.
-      const int count = num_blocks - begin < kLanes ? num_blocks - begin : kLanes;
-      alignas(64) float of_mins[kRows][kLanes];
-      alignas(64) int32_t of_offset[kRows][kLanes];
-      for (int r = 0; r < kRows; ++r)
-        for (int i = 0; i < count; ++i) {
-          const int64_t at = int64_t{r} * num_blocks + begin + i;
-          if constexpr (kMins) of_mins[r][i] = x_scales[at] * static_cast<float>(x_sums[at]);
-          if constexpr (!kMins) of_offset[r][i] = -matrix.offset * x_sums[at];
-        }
-
-      for (int i = 0; i < count; ++i) {
-        const int64_t b = begin + i;
-        UNROLL for (int p = 0; p < kPanels; ++p) {
-          Bytes block[kWords];
-          load_codes<kFourBits>(codes[p] + b * codes_bytes, block);
-          const F32 scale = load_half(scales[p] + b * kLanes);
+      const int end = begin + kLanes < num_blocks ? begin + kLanes : num_blocks;
+      Corrections<kRows> corrections;
+      prepare(x_row, begin, end, corrections);
+      for (int64_t b = begin; b < end; ++b) {
+        Bytes block[kWords];
+        load_codes<kFourBits>(codes + b * kCodesBytes, block);
+        UNROLL for (int i = 0; i < kCodesBytes; i += 64) __builtin_prefetch(codes + b * kCodesBytes + kAhead + i);
+        UNROLL for (int g = 0; g < kGroups; ++g) {
+          const int64_t at = b * kGroups + g;
+          const F32 scale = load_half(scales + at * kLanes);
+          __builtin_prefetch(scales + at * kLanes + kAhead / kCodesBytes * kGroups * kLanes);
           F32 min;
-          if constexpr (kMins) min = load_half(mins[p] + b * kLanes);
+          if constexpr (kMins) {
+            min = load_half(mins + at * kLanes);
+            __builtin_prefetch(mins + at * kLanes + kAhead / kCodesBytes * kGroups * kLanes);
+          }
           UNROLL for (int r = 0; r < kRows; ++r) {
-            const int64_t at = int64_t{r} * x.columns + b * kBlock;
-            I32 total = splat(kMins ? 0 : of_offset[r][i]);
+            const int64_t x_at = int64_t{r} * x.columns + b * kBlock + g * (kBlock / kGroups);
+            I32 total = splat(kMins ? 0 : corrections.of_offset[r][at - begin * kGroups]);
             if constexpr (kWide) {
-              total = dot_block<kFourBits>(total, block, low + at);
-              total = total + shift_left<8>(dot_block<kFourBits>(splat(0), block, high + at));
+              total = dot(total, block, g, low + x_at);
+              total = total + shift_left<8>(dot(splat(0), block, g, high + x_at));
             } else {
-              total = dot_block<kFourBits>(total, block, high + at);
+              total = dot(total, block, g, high + x_at);
             }
             const F32 both = scale * splat(x_scales[int64_t{r} * num_blocks + b]);
-            sums[r][p] = fma(to_float(total), both, sums[r][p]);
-            if constexpr (kMins) sums[r][p] = fma(min, splat(of_mins[r][i]), sums[r][p]);
+            sums[r] = fma(to_float(total), both, sums[r]);
+            if constexpr (kMins) sums[r] = fma(min, splat(corrections.of_min[r][at - begin * kGroups]), sums[r]);
           }
         }
       }
     }
-    UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int p = 0; p < kPanels; ++p)
-        store(tile + (int64_t{row + r} * num_panels + panel + p) * kLanes, sums[r][p]);
+    UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r]);
+  }
+
+ private:
+  // Per row and group, what an output's min is multiplied with, or the integer that its offset adds to the sum.
+  template <int kRows>
+  struct Corrections {
+    float of_min[kRows][kLanes * kGroups];
+    int32_t of_offset[kRows][kLanes * kGroups];
+  };
+
+  // Those of blocks [begin, end): in the loop over blocks they would cost more.
+  template <int kRows>
+  void prepare(int64_t x_row, int begin, int end, Corrections<kRows>& corrections) const {
+    constexpr int kParts = kBlock / kGroup / kGroups;  // sums of activations per group
+    const int num_blocks = matrix.columns / kBlock, count = (end - begin) * kGroups;
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = (x_row + r) * num_blocks + begin;
+      const int32_t* part = x.code_sums + at * kGroups * kParts;
+      for (int i = 0; i < count; ++i) {
+        const int32_t sum = kParts == 2 ? part[2 * i] + part[2 * i + 1] : part[i];
+        if constexpr (kMins) {
+          corrections.of_min[r][i] = x.scales[at + i / kGroups] * static_cast<float>(sum);
+        } else {
+          corrections.of_offset[r][i] = -matrix.offset * sum;
+        }
+      }
+    }
+  }
+
+  static I32 dot(I32 sum, const Bytes* block, int group, const int8_t* activations) {
+    constexpr int kGroupWords = kWords / kGroups;
+    const Bytes* codes = block + group * kGroupWords;
+    return kFourBits ? dot_nibbles<kGroupWords>(sum, codes, activations)
+                     : dot_bytes<kGroupWords>(sum, codes, activations);
   }
 };
 
-template <bool kFourBits>
-inline void multiply_quantized(const Matrix& m, const Encoded& x, int row, int num_rows, int panel, int num_panels,
-                               float* tile) {
-  auto with = [&](auto kernel) { cut_rows<kTileRows>(kernel, 0); };
-  if (m.mins && x.low) with(QuantizedKernel<kFourBits, true, true>{m, x, row, num_rows, panel, num_panels, tile});
-  if (m.mins && !x.low) with(QuantizedKernel<kFourBits, true, false>{m, x, row, num_rows, panel, num_panels, tile});
-  if (!m.mins && x.low) with(QuantizedKernel<kFourBits, false, true>{m, x, row, num_rows, panel, num_panels, tile});
-  if (!m.mins && !x.low) with(QuantizedKernel<kFourBits, false, false>{m, x, row, num_rows, panel, num_panels, tile});
+template <bool kFourBits, bool kMins, int kGroups = 1>
+inline void multiply_quantized(const Matrix& m, const Encoded& x, const Call& call) {
+  if (x.low) return cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, true, kGroups>{m, x, call}, 0);
+  cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, false, kGroups>{m, x, call}, 0);
 }
 
 // ---- floats -----------------------------------------------------------------------------------------------
 
 template <Form kForm>
-inline F32 load_weights(const uint8_t* panel, int64_t column) {
-  if constexpr (kForm == Form::F32) return load(reinterpret_cast<const float*>(panel) + column * kLanes);
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(panel) + column * kLanes;
-  if constexpr (kForm == Form::F16) return load_half(halves);
-  return load_bf16(halves);
+inline F32 load_weights(const uint8_t* p) {
+  if constexpr (kForm == Form::F32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (kForm == Form::F16) return load_half(reinterpret_cast<const uint16_t*>(p));
+  return load_bf16(reinterpret_cast<const uint16_t*>(p));
 }
 
 template <Form kForm>
 struct FloatKernel {
   const Matrix& matrix;
   const float* x;
-  int first_row, num_rows, first_panel, num_panels;
-  float* tile;
+  Call call;
 
   // Sums enough to keep the multipliers busy, and no more than the registers hold.
   static constexpr int panels_of(int rows) {
     return rows >= 6 ? 1 : 4 * rows <= kTileSums ? 4 : 2 * rows <= kTileSums ? 2 : 1;
   }
 
+  template <int kRows>
+  void run(int row) const {
+    cut_panels<kRows, panels_of(kRows)>(row, 0);
+  }
+
+  template <int kRows, int kPanels>
+  void cut_panels(int row, int panel) const {
+    for (; panel + kPanels <= call.num_panels; panel += kPanels) run<kRows, kPanels>(row, panel);
+    if constexpr (kPanels > 1) cut_panels<kRows, kPanels / 2>(row, panel);
+  }
+
   template <int kRows, int kPanels>
   __attribute__((noinline)) void run(int row, int panel) const {
+    constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
     const uint8_t* weights[kPanels];
     for (int p = 0; p < kPanels; ++p)
-      weights[p] = matrix.codes + int64_t{first_panel + panel + p} * matrix.codes_stride;
+      weights[p] = matrix.codes + int64_t{call.first_panel + panel + p} * matrix.codes_stride;
     const int64_t columns = matrix.columns;
-    const float* rows = x + int64_t{first_row + row} * columns;
+    const float* rows = x + int64_t{call.first_row + row} * columns;
 
     F32 sums[kRows][kPanels];
     UNROLL for (int r = 0; r < kRows; ++r)
       UNROLL for (int p = 0; p < kPanels; ++p) sums[r][p] = splat(0.0f);
     for (int64_t c = 0; c < columns; ++c) {
       F32 w[kPanels];
-      UNROLL for (int p = 0; p < kPanels; ++p) w[p] = load_weights<kForm>(weights[p], c);
+      UNROLL for (int p = 0; p < kPanels; ++p) {
+        w[p] = load_weights<kForm>(weights[p] + c * kColumnBytes);
+        __builtin_prefetch(weights[p] + c * kColumnBytes + kAhead);
+      }
       UNROLL for (int r = 0; r < kRows; ++r) {
         const F32 value = splat(rows[r * columns + c]);
         UNROLL for (int p = 0; p < kPanels; ++p) sums[r][p] = fma(value, w[p], sums[r][p]);
       }
     }
     UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int p = 0; p < kPanels; ++p)
-        store(tile + (int64_t{row + r} * num_panels + panel + p) * kLanes, sums[r][p]);
+      UNROLL for (int p = 0; p < kPanels; ++p) store(call.sums_of(row + r, panel + p), sums[r][p]);
   }
 };
 
 void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, float* tile) {
-  auto floats = [&](auto kernel) { cut_rows<kTileRows>(kernel, 0); };
+  const Call call{row, num_rows, panel, num_panels, tile};
+  const Encoded& x = in.encoded;
   switch (m.form) {
-    case Form::F32: return floats(FloatKernel<Form::F32>{m, in.rows, row, num_rows, panel, num_panels, tile});
-    case Form::F16: return floats(FloatKernel<Form::F16>{m, in.rows, row, num_rows, panel, num_panels, tile});
-    case Form::BF16: return floats(FloatKernel<Form::BF16>{m, in.rows, row, num_rows, panel, num_panels, tile});
-    case Form::Q8: return multiply_quantized<false>(m, in.encoded, row, num_rows, panel, num_panels, tile);
-    case Form::Q4: return multiply_quantized<true>(m, in.encoded, row, num_rows, panel, num_panels, tile);
+    case Form::F32: return cut_rows<kTileRows>(FloatKernel<Form::F32>{m, in.rows, call}, 0);
+    case Form::F16: return cut_rows<kTileRows>(FloatKernel<Form::F16>{m, in.rows, call}, 0);
+    case Form::BF16: return cut_rows<kTileRows>(FloatKernel<Form::BF16>{m, in.rows, call}, 0);
+    case Form::Q8:
+      if (m.group == kGroup) return multiply_quantized<false, false, 2>(m, x, call);
+      return m.mins ? multiply_quantized<false, true>(m, x, call) : multiply_quantized<false, false>(m, x, call);
+    case Form::Q4:
+      return m.mins ? multiply_quantized<true, true>(m, x, call) : multiply_quantized<true, false>(m, x, call);
   }
 }
 
@@ -203,7 +235,7 @@ void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, 
 // output that reads it.
 constexpr float kTiny = 0x1p-110f, kHuge = 0x1.fffffep+127f;
 
-inline void encode_block(const float* x, int8_t* high, int8_t* low, float* scale, int32_t* code_sum) {
+inline void encode_block(const float* x, int8_t* high, int8_t* low, float* scale, int32_t* code_sums) {
   const float largest_code = low ? 127.0f * 256.0f : 127.0f;
   const F32 x0 = load(x), x1 = load(x + kLanes);
   const F32 a0 = abs(x0), a1 = abs(x1);
@@ -217,7 +249,8 @@ inline void encode_block(const float* x, int8_t* high, int8_t* low, float* scale
     c0 = round_to_int(x0 * inverse);
     c1 = round_to_int(x1 * inverse);
   }
-  *code_sum = sum(c0 + c1);
+  code_sums[0] = sum(c0);
+  code_sums[1] = sum(c1);
   if (low) {  // c = 256 * h + l with l in [-128, 127]
     const I32 h0 = shift_right<8>(c0 + splat(128)), h1 = shift_right<8>(c1 + splat(128));
     store_low_bytes(high, h0);
@@ -235,54 +268,51 @@ void encode(const float* x, int count, const Encoded& out, int row, int column) 
   for (int i = 0; i < count; i += kBlock) {
     const int64_t at = int64_t{row} * out.columns + column + i;
     const int64_t block = row * num_blocks + (column + i) / kBlock;
-    encode_block(x + i, out.high + at, out.low ? out.low + at : nullptr, out.scales + block, out.code_sums + block);
+    encode_block(x + i, out.high + at, out.low ? out.low + at : nullptr, out.scales + block,
+                 out.code_sums + 2 * block);
   }
 }
 
 // ---- one row -------------------------------------------------------------------------------------------------
 
-// A lane of 16 half floats.
-inline float lane_of_half(const uint16_t* halves, int lane) {
+inline float lane_of(F32 vector, int lane) {
   alignas(64) float values[kLanes];
-  store(values, load_half(halves));
+  store(values, vector);
   return values[lane];
+}
+
+template <Form kForm>
+inline void embed_floats(const Matrix& m, const uint8_t* weights, int lane, float* out) {
+  constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
+  for (int64_t c = 0; c < m.columns; ++c) out[c] = lane_of(load_weights<kForm>(weights + c * kColumnBytes), lane);
+}
+
+template <bool kFourBits>
+inline void embed_codes(const Matrix& m, const uint8_t* codes, int64_t panel, int lane, float* out) {
+  for (int64_t begin = 0; begin < m.columns; begin += m.group) {
+    const int64_t at = (panel * m.columns + begin) / m.group * kLanes;
+    const float scale = lane_of(load_half(m.scales + at), lane);
+    const float min = m.mins ? lane_of(load_half(m.mins + at), lane) : 0.0f;
+    const uint8_t* block = codes + begin / kBlock * (kFourBits ? kBlock / 2 : kBlock) * kLanes + 4 * lane;
+    for (int64_t c = begin; c < begin + m.group; ++c) {
+      const int64_t i = c % kBlock, k = kFourBits ? i % 16 : i;
+      const uint8_t byte = block[k / 4 * 4 * kLanes + k % 4];
+      const int code = !kFourBits ? byte : i < 16 ? byte & 15 : byte >> 4;
+      out[c] = scale * static_cast<float>(m.mins ? code : code - m.offset) + min;
+    }
+  }
 }
 
 void embed(const Matrix& m, int row, float* out) {
   const int64_t panel = row / kLanes;
   const int lane = row % kLanes;
   const uint8_t* codes = m.codes + panel * m.codes_stride;
-  if (m.form == Form::F32) {
-    const float* weights = reinterpret_cast<const float*>(codes);
-    for (int64_t c = 0; c < m.columns; ++c) out[c] = weights[c * kLanes + lane];
-    return;
-  }
-  if (m.form == Form::F16) {
-    for (int64_t c = 0; c < m.columns; ++c)
-      out[c] = lane_of_half(reinterpret_cast<const uint16_t*>(codes) + c * kLanes, lane);
-    return;
-  }
-  if (m.form == Form::BF16) {
-    for (int64_t c = 0; c < m.columns; ++c) {
-      const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(codes)[c * kLanes + lane]} << 16;
-      __builtin_memcpy(out + c, &bits, 4);
-    }
-    return;
-  }
-  const bool four_bits = m.form == Form::Q4;
-  const int64_t num_blocks = m.columns / kBlock;
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    const uint8_t* block = codes + b * (four_bits ? 16 : 32) * kLanes + 4 * lane;
-    const int64_t at = (panel * num_blocks + b) * kLanes;
-    const float scale = lane_of_half(m.scales + at, lane);
-    const float min = m.mins ? lane_of_half(m.mins + at, lane) : 0.0f;
-    for (int i = 0; i < kBlock; ++i) {
-      const int k = four_bits ? i % 16 : i;
-      const uint8_t byte = block[k / 4 * 64 + k % 4];
-      const int code = four_bits ? (i < 16 ? byte & 15 : byte >> 4) : byte;
-      out[b * kBlock + i] = m.mins ? scale * static_cast<float>(code) + min
-                                   : scale * static_cast<float>(code - m.offset);
-    }
+  switch (m.form) {
+    case Form::F32: return embed_floats<Form::F32>(m, codes, lane, out);
+    case Form::F16: return embed_floats<Form::F16>(m, codes, lane, out);
+    case Form::BF16: return embed_floats<Form::BF16>(m, codes, lane, out);
+    case Form::Q8: return embed_codes<false>(m, codes, panel, lane, out);
+    case Form::Q4: return embed_codes<true>(m, codes, panel, lane, out);
   }
 }
 
