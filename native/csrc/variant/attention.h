@@ -14,6 +14,7 @@
 
 constexpr int kStripRows = 6;
 constexpr int kSpanGroups = kSpan / kLanes;
+constexpr int kLine = 64;  // bytes of a line of the caches
 constexpr int kQueryPitch = kMaxHeadSize + kLanes;  // floats; not a power of two, or rows would meet in the L1 cache
 constexpr float kLowestScore = -1e30f;  // finite, so that exp(score - largest) is 0 and not a NaN where all are -inf
 
@@ -108,20 +109,30 @@ void write_kv(const KVCache& cache, const float* kv, int64_t slot) {
 
 // ---- a strip of rows in one span --------------------------------------------------------------------------------
 
-// Where the groups of 16 tokens of a span lie, for one KV head.
+// The tokens of a span that are seen: [begin, end), counted from its first; may be empty.
+struct Seen {
+  int begin, end;
+};
+inline Seen either(Seen a, Seen b) { return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end}; }
+inline Seen both(Seen a, Seen b) { return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end}; }
+
+// Where the groups of 16 tokens of a span lie, for one KV head. Set for the groups that `seen` touches.
 struct SpanView {
   int head_size;
   float soft_cap;
+  KVForm form;
+  Seen seen;  // by any row
+  bool scaled;  // there are scales, of KVForm::I8
   const uint8_t* keys[kSpanGroups];
   const uint8_t* values[kSpanGroups];
   const float* key_scales[kSpanGroups];
   const float* value_scales[kSpanGroups];
+  // What will be read next, of the same size as keys[g] and values[g]: asked for while these are read.
+  const uint8_t* after_keys[kSpanGroups];
+  const uint8_t* after_values[kSpanGroups];
 };
 
-// The tokens of the span that a row sees: [begin, end).
-struct Seen {
-  int begin, end;
-};
+inline void ask_for(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 struct Strip {
   const float* queries;  // [rows][kQueryPitch], times the scale of the scores
@@ -136,19 +147,23 @@ struct Strip {
 template <KVForm kForm, int kR, int kG>
 inline void score_groups(const Strip& strip, const SpanView& span, int first) {
   F32 sums[kR][kG];
-  const uint8_t* keys[kG];
+  const uint8_t *keys[kG], *after[kG];
 #pragma GCC unroll 6
   for (int r = 0; r < kR; ++r)
 #pragma GCC unroll 4
     for (int g = 0; g < kG; ++g) sums[r][g] = splat(0.0f);
 #pragma GCC unroll 4
-  for (int g = 0; g < kG; ++g) keys[g] = span.keys[first + g];
+  for (int g = 0; g < kG; ++g) keys[g] = span.keys[first + g], after[g] = span.after_keys[first + g];
   const float* q = strip.queries;
   const int64_t end = int64_t{span.head_size} * kLanes * bytes_of(kForm);
   for (int64_t at = 0; at < end; at += kLanes * bytes_of(kForm), ++q) {
     F32 k[kG];
 #pragma GCC unroll 4
     for (int g = 0; g < kG; ++g) k[g] = load_kv<kForm>(keys[g] + at);
+    if (at % kLine == 0) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kG; ++g) ask_for(after[g] + at);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < kR; ++r) {
       const F32 element = splat(q[r * kQueryPitch]);
@@ -170,15 +185,14 @@ inline F32 capped(F32 x, float cap) {
 }
 
 // Scores to weights, in place; their largest and their sum to the end of the partial result.
-template <KVForm kForm>
-inline void weigh(const Strip& strip, const SpanView& span, int r) {
+void weigh(const Strip& strip, const SpanView& span, int r) {
   const Seen seen = strip.seen[r];
   float* row = strip.weights + r * kSpan;
   const int first = seen.begin / kLanes, end = (seen.end + kLanes - 1) / kLanes;
   F32 top = splat(kLowestScore);
   for (int g = first; g < end; ++g) {
     F32 x = load(row + g * kLanes);
-    if constexpr (kForm == KVForm::I8) x = x * load(span.key_scales[g]);
+    if (span.scaled) x = x * load(span.key_scales[g]);
     if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
     const int begin_lane = seen.begin - g * kLanes, end_lane = seen.end - g * kLanes;
     if (begin_lane > 0 || end_lane < kLanes) {
@@ -193,7 +207,7 @@ inline void weigh(const Strip& strip, const SpanView& span, int r) {
   for (int g = first; g < end; ++g) {
     F32 weight = exp(load(row + g * kLanes) - splat(peak));
     total = total + weight;
-    if constexpr (kForm == KVForm::I8) weight = weight * load(span.value_scales[g]);
+    if (span.scaled) weight = weight * load(span.value_scales[g]);
     store(row + g * kLanes, weight);
   }
   float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
@@ -214,11 +228,13 @@ inline void add_values(const Strip& strip, const SpanView& span, int first) {
   // Tokens [begin, end) of which every row sees all, or (kRagged) some rows some.
   const auto add_tokens = [&]<bool kRagged>(int begin, int end) {
     for (int t = begin; t < end;) {
-      const uint8_t* at = span.values[t / kLanes] + (t % kLanes) * row_bytes + first_bytes;
+      const int64_t offset = (t % kLanes) * row_bytes + first_bytes;
+      const uint8_t *at = span.values[t / kLanes] + offset, *after = span.after_values[t / kLanes] + offset;
       const int stop = end < (t / kLanes + 1) * kLanes ? end : (t / kLanes + 1) * kLanes;
-      for (; t < stop; ++t, at += row_bytes) {
+      for (; t < stop; ++t, at += row_bytes, after += row_bytes) {
         const float* weights = strip.weights + t;
         F32 x[kV];
+        for (int b = 0; b < kV * kLanes * bytes_of(kForm); b += kLine) ask_for(after + b);
 #pragma GCC unroll 4
         for (int v = 0; v < kV; ++v) x[v] = load_kv<kForm>(at + v * kLanes * bytes_of(kForm));
 #pragma GCC unroll 6
@@ -248,7 +264,7 @@ inline void add_values(const Strip& strip, const SpanView& span, int first) {
 
 // How many vectors a row of a strip of `rows` may have in registers.
 constexpr int vectors_of(int rows) {
-  const int fit = kTileSums / rows;
+  const int fit = kStripSums / rows;
   return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
@@ -259,7 +275,7 @@ void attend_strip(const Strip& strip, const SpanView& span) {
   int g = strip.all.begin / kLanes;
   for (; g + kWide <= end_group; g += kWide) score_groups<kForm, kR, kWide>(strip, span, g);
   for (; g < end_group; ++g) score_groups<kForm, kR, 1>(strip, span, g);
-  for (int r = 0; r < kR; ++r) weigh<kForm>(strip, span, r);
+  for (int r = 0; r < kR; ++r) weigh(strip, span, r);
   int d = 0;
   for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes) add_values<kForm, kR, kWide>(strip, span, d);
   for (; d < span.head_size; d += kLanes) add_values<kForm, kR, 1>(strip, span, d);
@@ -315,8 +331,6 @@ inline bool sees(const Row& row, int span) {
   const Seen seen = seen_in(row, span);
   return seen.begin < seen.end;
 }
-inline Seen either(Seen a, Seen b) { return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end}; }
-inline Seen both(Seen a, Seen b) { return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end}; }
 
 // Computes the jobs of one KV head.
 class Worker {
@@ -333,37 +347,44 @@ class Worker {
         parts_(weights_ + kStripRows * kSpan),
         line_(parts_ + kStripRows * partial_pitch(kMaxHeadSize)) {}
 
-  void run(const AttentionJob& job) {
+  void run(const AttentionUnit& unit) {
     const AttentionPlan& plan = *args_.plan;
-    const int32_t* members = plan.members + job.first_member;
-    num_rows_ = 0;
-    for (int i = 0; i < job.num_members; ++i) {
-      take_queries(plan.tiles[members[i]]);
-      take_rows(plan.tiles[members[i]]);
-    }
-    // All members have the same blocks there.
-    const AttentionTile& leader = plan.tiles[members[0]];
-    for (int i = 0; i < job.num_spans; ++i) attend_span(leader.blocks, job.first_span + i);
-    if (leader.whole) {
-      finish(leader);
-      return;
-    }
-    for (int i = 0; i < job.num_members; ++i) {
-      const AttentionTile& tile = plan.tiles[members[i]];
-      int32_t* num_ended = plan.num_ended + int64_t{members[i]} * shape_.num_kv_heads + head_;
-      // Whoever ends the last span sees what all others wrote before they counted theirs.
-      if (__atomic_add_fetch(num_ended, job.num_spans, __ATOMIC_ACQ_REL) == tile.num_spans) join_partials(tile);
+    const AttentionJob* job = plan.jobs + unit.first_job;
+    const AttentionJob* const end = job + unit.num_jobs;
+    SpanView view = view_of(*job, job->first_span);
+    for (; job < end; ++job) {
+      num_rows_ = 0;
+      for (int i = 0; i < job->num_members; ++i) take_tile(member(*job, i));
+      for (int i = 0; i < job->num_spans; ++i) {
+        const bool job_goes_on = i + 1 < job->num_spans, unit_goes_on = job + 1 < end;
+        SpanView next = job_goes_on ? view_of(*job, job->first_span + i + 1) : unit_goes_on ? view_of(job[1], job[1].first_span) : view;
+        foresee(view, next);
+        attend_span(view, job->first_span + i);
+        view = next;
+      }
+      end_job(*job);
     }
   }
 
  private:
+  const AttentionTile& member(const AttentionJob& job, int i) const {
+    return args_.plan->tiles[args_.plan->members[job.first_member + i]];
+  }
+
+  void take_tile(const AttentionTile& tile) {
+    take_queries(tile);
+    take_rows(tile);
+  }
+
+  Row row_of(const AttentionTile& tile, int token, int query_head) const {
+    const int position = tile.position + token;
+    const int begin = shape_.window && position >= shape_.window ? position - shape_.window + 1 : 0;
+    return {&tile, token * heads_per_kv_ + query_head, begin, shape_.causal ? position + 1 : tile.seq_len};
+  }
+
   void take_rows(const AttentionTile& tile) {
-    for (int t = 0; t < tile.num_tokens; ++t) {
-      const int position = tile.position + t;
-      const int begin = shape_.window && position >= shape_.window ? position - shape_.window + 1 : 0;
-      const int end = shape_.causal ? position + 1 : tile.seq_len;
-      for (int h = 0; h < heads_per_kv_; ++h) rows_[num_rows_++] = {&tile, t * heads_per_kv_ + h, begin, end};
-    }
+    for (int t = 0; t < tile.num_tokens; ++t)
+      for (int h = 0; h < heads_per_kv_; ++h) rows_[num_rows_++] = row_of(tile, t, h);
   }
 
   void take_queries(const AttentionTile& tile) {
@@ -376,9 +397,44 @@ class Worker {
     }
   }
 
+  // What no row sees is not looked up: the table may hold anything there. All members of a job have the same blocks.
+  SpanView view_of(const AttentionJob& job, int span) const {
+    const KVCache& cache = args_.cache;
+    SpanView view;
+    view.head_size = cache.head_size;
+    view.soft_cap = shape_.soft_cap;
+    view.form = cache.form;
+    view.scaled = cache.form == KVForm::I8;
+    view.seen = {kSpan, 0};
+    for (int i = 0; i < job.num_members; ++i) {
+      const AttentionTile& tile = member(job, i);
+      const Seen first = seen_in(row_of(tile, 0, 0), span), last = seen_in(row_of(tile, tile.num_tokens - 1, 0), span);
+      if (first.begin < last.end) view.seen = either(view.seen, {first.begin, last.end});
+    }
+    const int32_t* blocks = member(job, 0).blocks;
+    const int64_t group_bytes = int64_t{kLanes} * cache.head_size * bytes_of(cache.form);
+    for (int g = view.seen.begin / kLanes; g * kLanes < view.seen.end; ++g) {
+      const int token = span * kSpan + g * kLanes, group = token % cache.block_size / kLanes;
+      const HeadBlock block = head_block(cache, blocks[token / cache.block_size], head_);
+      view.keys[g] = block.keys + group * group_bytes;
+      view.values[g] = block.values + group * group_bytes;
+      view.key_scales[g] = block.key_scales + group * kLanes;
+      view.value_scales[g] = block.value_scales + group * kLanes;
+    }
+    return view;
+  }
+
+  // While keys are read, the values are asked for; while these are, the next span's keys.
+  static void foresee(SpanView& view, const SpanView& next) {
+    for (int g = view.seen.begin / kLanes; g * kLanes < view.seen.end; ++g) {
+      view.after_keys[g] = view.values[g];
+      const bool has = g >= next.seen.begin / kLanes && g * kLanes < next.seen.end;
+      view.after_values[g] = has ? next.keys[g] : view.values[g];
+    }
+  }
+
   // Rows that see something of the span, in strips of about equal size.
-  void attend_span(const int32_t* blocks, int span) {
-    const SpanView view = view_of(blocks, span);
+  void attend_span(const SpanView& view, int span) {
     for (int r = 0; r < num_rows_;) {
       int end = r;
       while (end < num_rows_ && sees(rows_[end], span)) ++end;
@@ -391,27 +447,6 @@ class Worker {
     }
   }
 
-  // What no row sees is not looked up: the table may hold anything there.
-  SpanView view_of(const int32_t* blocks, int span) const {
-    const KVCache& cache = args_.cache;
-    Seen all{kSpan, 0};
-    for (int r = 0; r < num_rows_; ++r)
-      if (sees(rows_[r], span)) all = either(all, seen_in(rows_[r], span));
-    SpanView view;
-    view.head_size = cache.head_size;
-    view.soft_cap = shape_.soft_cap;
-    const int64_t group_bytes = int64_t{kLanes} * cache.head_size * bytes_of(cache.form);
-    for (int g = all.begin / kLanes; g * kLanes < all.end; ++g) {
-      const int token = span * kSpan + g * kLanes, group = token % cache.block_size / kLanes;
-      const HeadBlock block = head_block(cache, blocks[token / cache.block_size], head_);
-      view.keys[g] = block.keys + group * group_bytes;
-      view.values[g] = block.values + group * group_bytes;
-      view.key_scales[g] = block.key_scales + group * kLanes;
-      view.value_scales[g] = block.value_scales + group * kLanes;
-    }
-    return view;
-  }
-
   void attend_rows(const SpanView& view, int span, int first, int count) {
     Strip strip{queries_ + first * kQueryPitch, {}, {kSpan, 0}, {0, kSpan}, weights_, parts_};
     for (int r = 0; r < count; ++r) {
@@ -419,7 +454,7 @@ class Worker {
       strip.all = either(strip.all, strip.seen[r]);
       strip.common = both(strip.common, strip.seen[r]);
     }
-    kAttendStrip[static_cast<int>(args_.cache.form)][count - 1](strip, view);
+    kAttendStrip[static_cast<int>(view.form)][count - 1](strip, view);
     for (int r = 0; r < count; ++r) keep(first + r, span, parts_ + r * pitch_);
   }
 
@@ -438,6 +473,19 @@ class Worker {
     const AttentionTile& tile = *row.tile;
     const int64_t place = int64_t{head_} * tile.num_spans + (span - tile.first_span);
     return args_.partials + tile.partials + (place * tile.num_tokens * heads_per_kv_ + row.number) * pitch_;
+  }
+
+  void end_job(const AttentionJob& job) {
+    if (member(job, 0).whole) {
+      finish(member(job, 0));
+      return;
+    }
+    for (int i = 0; i < job.num_members; ++i) {
+      const AttentionTile& tile = member(job, i);
+      int32_t* num_ended = args_.plan->num_ended + (&tile - args_.plan->tiles) * shape_.num_kv_heads + head_;
+      // Whoever ends the last span sees what all others wrote before they counted theirs.
+      if (__atomic_add_fetch(num_ended, job.num_spans, __ATOMIC_ACQ_REL) == tile.num_spans) join_partials(tile);
+    }
   }
 
   // Join what all jobs of a tile have left, in the order of the spans.
@@ -486,7 +534,5 @@ static_assert(kAttentionRows * (kQueryPitch + partial_pitch(kMaxHeadSize) + kMax
 
 void attend(const AttentionArgs& args, int unit, float* scratch) {
   const int num_kv_heads = args.shape.num_kv_heads;
-  const AttentionUnit& jobs = args.plan->units[unit / num_kv_heads];
-  Worker worker(args, unit % num_kv_heads, scratch);
-  for (int i = 0; i < jobs.num_jobs; ++i) worker.run(args.plan->jobs[jobs.first_job + i]);
+  Worker(args, unit % num_kv_heads, scratch).run(args.plan->units[unit / num_kv_heads]);
 }
