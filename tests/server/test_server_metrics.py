@@ -306,7 +306,7 @@ def test_the_probe_sees_a_loop_that_is_held_up():
         probe = LoopProbe(lambda: busy[0])
         task = asyncio.create_task(probe.run())
         await asyncio.sleep(0.05)
-        time.sleep(0.12)  # noqa: ASYNC251  the fault that is looked for
+        time.sleep(0.13)  # noqa: ASYNC251  the fault that is looked for
         await asyncio.sleep(0.03)
         busy[0] = False
         await asyncio.sleep(0.05)
@@ -315,7 +315,7 @@ def test_the_probe_sees_a_loop_that_is_held_up():
 
     probe = asyncio.run(body())
     late = {bound: count for bound, count in probe.delay_s.cumulative()}
-    assert 3 <= probe.delay_s.count <= 12, "every 10 ms while busy"
+    assert 2 <= probe.delay_s.count <= 8, "every 20 ms while busy"
     assert late[float("inf")] - late[0.1] == 1, "one of them late by more than 100 ms"
 
 

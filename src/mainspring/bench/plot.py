@@ -75,10 +75,13 @@ def _distribution(
             break
         points.append((values_ms[i], (i + 1) / len(values_ms)))
     parts.append(_line(panel, points, BLUE))
-    for share in (0.5, 0.99):
-        value = values_ms[min(len(values_ms) - 1, math.ceil(share * len(values_ms)) - 1)]
-        if value <= most:
-            parts.append(_mark(panel, value, share, f"p{share * 100:g} {value:,.4g}"))
+    median, late = (values_ms[math.ceil(share * len(values_ms)) - 1] for share in (0.5, 0.99))
+    parts += [_dot(panel, median, 0.5), _dot(panel, min(late, most), 0.99)]
+    beside = panel.at(median, 0.5)
+    is_right = median > panel.most_x * 0.6
+    where = (beside[0] - 8, "end") if is_right else (beside[0] + 8, "start")
+    parts.append(_text(where[0], beside[1] + 16, f"p50 {median:,.4g}", anchor=where[1]))
+    parts.append(_text(x + width, y - 10, f"p99 {late:,.4g}", anchor="end"))
     return parts
 
 
@@ -154,11 +157,9 @@ def _line(panel: Panel, points: Iterable[tuple[float, float]], colour: str, fill
     return f'<polyline points="{places}" {inside} stroke="{colour}" stroke-width="1.8"/>'
 
 
-def _mark(panel: Panel, value: float, share: float, label: str) -> str:
+def _dot(panel: Panel, value: float, share: float) -> str:
     x, y = panel.at(value, share)
-    is_right = value > panel.most_x * 0.6
-    text = _text(x - 8 if is_right else x + 8, y + 16, label, anchor="end" if is_right else "start")
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{BLUE}"/>{text}'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{BLUE}"/>'
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:

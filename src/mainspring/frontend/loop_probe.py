@@ -13,7 +13,7 @@ from collections.abc import Callable
 from mainspring.base.protocols import Clock
 from mainspring.frontend.stats import Histogram
 
-INTERVAL_S = 0.01
+INTERVAL_S = 0.02
 IDLE_INTERVAL_S = 0.5
 DELAY_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
