@@ -1,6 +1,7 @@
 // Sampling for Python: what a request wishes is made ready once, as a `RowPlan`; a step's rows are one call.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -39,7 +40,8 @@ struct NewArray {  // T[rows][columns], or [rows] where columns is 0
   T* data;
   nb::object object;
 
-  NewArray(size_t rows, size_t columns) : data(new T[std::max<size_t>(1, rows * std::max<size_t>(1, columns))]) {
+  NewArray(size_t rows, size_t columns)
+      : data(new T[std::max<size_t>(1, rows * std::max<size_t>(1, columns))]) {
     nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     const size_t shape[2] = {rows, columns};
     object = nb::cast(nb::ndarray<nb::numpy, T>(data, columns ? 2 : 1, shape, owner));
@@ -159,7 +161,8 @@ class Sampler {
 
   RowPlan plan() const { return RowPlan(vocab_size_); }
 
-  nb::tuple sample_rows(const Logits& logits, const nb::list& plans, const Ids& positions, const nb::list& masks) {
+  nb::tuple sample_rows(const Logits& logits, const nb::list& plans, const Ids& positions,
+                        const nb::list& masks) {
     const size_t num_rows = plans.size();
     check_rows(logits, num_rows);
     if (positions.size() != num_rows) throw std::invalid_argument("as many positions as rows are needed");
@@ -175,28 +178,32 @@ class Sampler {
     nb::dict logprobs;
     std::vector<RowResult> results(num_rows);
     for (size_t row = 0; row < num_rows; ++row) {
-      if (requests[row].num_logprobs >= 0) logprobs[nb::int_(row)] = room_for_logprobs(requests[row], results[row]);
+      const int num_logprobs = requests[row].num_logprobs;
+      if (num_logprobs >= 0) logprobs[nb::int_(row)] = room_for_logprobs(num_logprobs, results[row]);
     }
     run(num_rows, [&](int row, int thread) {
-      kernels_.sample_row(requests[row], logits.data() + int64_t{row} * vocab_size_, vocab_size_, scratch(thread),
-                          &results[row]);
+      const float* row_logits = logits.data() + int64_t{row} * vocab_size_;
+      kernels_.sample_row(requests[row], row_logits, vocab_size_, scratch(thread), &results[row]);
     });
     nb::list failures;
     for (size_t row = 0; row < num_rows; ++row) {
       const RowResult& result = results[row];
       const bool fine = result.status == RowStatus::Fine;
       token_ids.data[row] = fine ? result.token : -1;
-      if (!fine) failures.append(nb::make_tuple(row, static_cast<int>(result.status), result.value));
       ranks.data[row] = result.rank;
+      if (fine) continue;
+      failures.append(nb::make_tuple(row, static_cast<int>(result.status), result.value));
+      if (result.ids) nb::del(logprobs[nb::int_(row)]);
     }
     return nb::make_tuple(token_ids.object, failures, logprobs, ranks.object);
   }
 
   nb::tuple row_logprobs(const Logits& logits, const Array<int32_t, 1>& token_ids, int num_logprobs) {
-    const size_t num_rows = logits.shape(0), k = num_logprobs == -1 ? vocab_size_ : std::min(num_logprobs, vocab_size_);
-    check_rows(logits, token_ids.size());
-    NewArray<int32_t> ids(num_rows, 1 + k), ranks(num_rows, 0);
-    NewArray<float> logprobs(num_rows, 1 + k);
+    const size_t num_rows = token_ids.size();
+    check_rows(logits, num_rows);
+    const int k = num_logprobs == -1 ? vocab_size_ : std::min(num_logprobs, vocab_size_);
+    const NewArray<int32_t> ids(num_rows, 1 + k), ranks(num_rows, 0);
+    const NewArray<float> logprobs(num_rows, 1 + k);
     std::vector<RowResult> results(num_rows);
     for (size_t row = 0; row < num_rows; ++row) {
       if (token_ids.data()[row] < 0 || token_ids.data()[row] >= vocab_size_)
@@ -205,8 +212,8 @@ class Sampler {
       results[row].logprobs = logprobs.data + row * (1 + k);
     }
     run(num_rows, [&](int row, int thread) {
-      kernels_.row_logprobs(logits.data() + int64_t{row} * vocab_size_, vocab_size_, token_ids.data()[row],
-                            static_cast<int>(k), scratch(thread), &results[row]);
+      const float* row_logits = logits.data() + int64_t{row} * vocab_size_;
+      kernels_.row_logprobs(row_logits, vocab_size_, token_ids.data()[row], k, scratch(thread), &results[row]);
     });
     nb::list failures;
     for (size_t row = 0; row < num_rows; ++row) {
@@ -227,7 +234,8 @@ class Sampler {
   }
 
   // The words of a row's mask, as many as the kernels read: what a short mask does not name is not allowed.
-  const uint32_t* mask_words(const nb::list& masks, size_t row, std::vector<std::vector<uint32_t>>& padded) const {
+  const uint32_t* mask_words(const nb::list& masks, size_t row,
+                             std::vector<std::vector<uint32_t>>& padded) const {
     if (masks.size() == 0 || masks[row].is_none()) return nullptr;
     const auto mask = nb::cast<Array<int32_t, 1>>(masks[row]);
     const auto* words = reinterpret_cast<const uint32_t*>(mask.data());
@@ -238,8 +246,8 @@ class Sampler {
     return padded.back().data();
   }
 
-  nb::tuple room_for_logprobs(const RowRequest& request, RowResult& result) const {
-    const size_t width = 1 + request.num_logprobs;
+  nb::tuple room_for_logprobs(int num_logprobs, RowResult& result) const {
+    const size_t width = 1 + num_logprobs;
     const NewArray<int32_t> ids(1, width);
     const NewArray<float> logprobs(1, width);
     result.ids = ids.data;
@@ -266,10 +274,9 @@ class Sampler {
 std::tuple<int, float> argmax(const std::string& variant, const Floats& row,
                               const std::optional<Array<int32_t, 1>>& mask) {
   if (mask && mask->size() * 32 < row.size()) throw std::invalid_argument("the mask is too short");
+  const auto* words = mask ? reinterpret_cast<const uint32_t*>(mask->data()) : nullptr;
   float value;
-  const int index = usable_variant(variant).argmax(row.data(), static_cast<int>(row.size()),
-                                                   mask ? reinterpret_cast<const uint32_t*>(mask->data()) : nullptr,
-                                                   &value);
+  const int index = usable_variant(variant).argmax(row.data(), static_cast<int>(row.size()), words, &value);
   return {index, value};
 }
 
@@ -291,8 +298,9 @@ void bind_sampling(nb::module_& m) {
       .def(nb::init<std::shared_ptr<Pool>, const std::string&, int>(), "pool"_a, "variant"_a, "vocab_size"_a)
       .def("plan", &Sampler::plan)
       .def("sample_rows", &Sampler::sample_rows, "logits"_a, "plans"_a, "positions"_a, "masks"_a,
-           "-> token ids [rows] int32 (-1: failed), [(row, status, value)] of those that failed, {row: (ids [1, 1 + k],\n"
-           "log-probabilities)} and ranks [rows] of those that asked. masks: one a row, or None; or none at all.")
+           "-> token ids [rows] int32 (-1: failed), [(row, status, value)] of those that failed,\n"
+           "{row: (ids [1, 1 + k], log-probabilities)} and ranks [rows] of those that asked.\n"
+           "masks: one a row, or None; or none at all.")
       .def("row_logprobs", &Sampler::row_logprobs, "logits"_a, "token_ids"_a, "num_logprobs"_a,
            "-> ids [rows, 1 + k], log-probabilities, ranks [rows], failures as above.");
 

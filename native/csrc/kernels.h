@@ -98,8 +98,8 @@ struct AttentionArgs {
 
 // ---- sampling -------------------------------------------------------------------------------------------
 
-// All that one row of logits is asked. The meaning of each part, and the order of them, is that of the engine's
-// numpy sampler, which gives the same answer.
+// All that one row of logits is asked. The meaning of each part, and their order, is that of the engine's numpy
+// sampler, which gives the same answer.
 struct RowRequest {
   const uint32_t* mask;  // the grammar's: bit t says whether token t may follow; null: all may
 
@@ -137,8 +137,8 @@ struct RowResult {
 };
 
 constexpr float kLogprobFloor = -9999.0f;
-constexpr int kSamplingArrays = 7;  // of scratch, each of as many floats as there are logits, and kSamplingSlack
-constexpr int kSamplingSlack = 256;
+constexpr int kSamplingArrays = 7;   // of scratch, each of as many floats as there are logits,
+constexpr int kSamplingSlack = 256;  // and so many more
 
 // ---- the table --------------------------------------------------------------------------------------------
 
@@ -174,7 +174,8 @@ struct Kernels {
   // The next token of a row of `count` logits, which are not written. `scratch`: see kSamplingArrays.
   void (*sample_row)(const RowRequest&, const float* logits, int count, float* scratch, RowResult*);
   // Log-probabilities alone, of `token` and of the best.
-  void (*row_logprobs)(const float* logits, int count, int token, int num_logprobs, float* scratch, RowResult*);
+  void (*row_logprobs)(const float* logits, int count, int token, int num_logprobs, float* scratch,
+                       RowResult*);
 };
 
 extern const Kernels kernels_avx2;

@@ -230,6 +230,10 @@ inline Mask greater(F32 a, F32 b) { return compare<_CMP_GT_OQ>(a, b); }
 inline Mask not_less(F32 a, F32 b) { return compare<_CMP_GE_OQ>(a, b); }
 inline Mask equal(F32 a, F32 b) { return compare<_CMP_EQ_OQ>(a, b); }
 inline Mask is_nan(F32 a) { return compare<_CMP_UNORD_Q>(a, a); }
+inline F32 where_not_less(F32 a, F32 b, F32 x) {  // x, and 0 where a is less than b
+  return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), x.lo),
+          _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ), x.hi)};
+}
 inline Mask not_less_unsigned(I32 a, I32 b) {  // where the larger of the two is a
   auto half = [](__m256i x, __m256i y) {
     return (Mask)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_max_epu32(x, y), x)));

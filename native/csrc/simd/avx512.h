@@ -128,6 +128,9 @@ inline void store_masked(Mask m, float* p, F32 x) { _mm512_mask_storeu_ps(p, (__
 inline Mask greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 inline Mask not_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
 inline Mask equal(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline F32 where_not_less(F32 a, F32 b, F32 x) {  // x, and 0 where a is less than b
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), x.v)};
+}
 inline Mask not_less_unsigned(I32 a, I32 b) { return _mm512_cmp_epu32_mask(a.v, b.v, _MM_CMPINT_NLT); }
 inline Mask is_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
 

@@ -1,14 +1,14 @@
-// Rows of logits: from logits to a token and its log-probabilities. Included by variant.cpp, inside its namespaces.
+// Rows of logits: to a token and its log-probabilities. Included by variant.cpp, inside its namespaces.
 //
 // Theory of operation.
 // - The rules are those of the numpy sampler, which is their specification; here are shorter ways to the same
 //   answers. A row's result depends on the row and its request alone.
-// - A row is read 16 logits at a time. What the mask forbids reads as -inf. Temperature divides only what can still
-//   be chosen: division keeps the order, so bounds are compared with logits that are not divided yet.
-// - Filters work on a list, the few (id, logit) pairs that a cheap bound let through, in the order of ids. What the
-//   bound leaves out is certain not to matter.
-// - Top-k and top-p are the same search: for the largest line such that what is not below it weighs enough, where
-//   a token weighs 1 or its probability. See find_line.
+// - A row is read 16 logits at a time. What the mask forbids reads as -inf. Temperature divides only what can
+//   still be chosen: division keeps the order, so bounds are compared with logits that are not divided yet.
+// - Filters work on a list, the few (id, logit) pairs that a cheap bound let through, in the order of ids.
+//   What the bound leaves out is certain not to matter.
+// - Top-k and top-p are the same search: for the largest line such that what is not below it weighs enough,
+//   where a token weighs 1 or its probability. See find_line.
 // - Noise is computed as in numpy: hashed bits per token id, made into a float, in double, for few.
 
 constexpr float kInfinity = __builtin_inff();
@@ -85,7 +85,8 @@ inline I32 lane_numbers() {
   return load(numbers);
 }
 
-// To the list's end go those of 16 lanes that `m` says. A list may be read and written at once, the writing behind.
+// To the list's end go those of 16 lanes that `m` says. A list may be read and written at once, the writing
+// behind.
 inline void append(List& list, Mask m, F32 value, I32 id) {
   store_packed(list.value + list.count, m, value);
   store_packed(list.id + list.count, m, id);
@@ -116,7 +117,7 @@ inline void keep_above(List& list, float line, int num_equal) {
   }
 }
 
-// Largest first, equals as they stood: runs are merged, twice as long each time. The result is in one of the two.
+// Largest first, equals as they stood: runs are merged, twice as long each time. The result is one of both.
 inline List sorted(List from, List to) {
   for (int width = 1; width < from.count; width *= 2) {
     for (int begin = 0; begin < from.count; begin += 2 * width) {
@@ -168,36 +169,42 @@ inline void weigh(const float* value, const float* weight, int count, const floa
     F32 sums[kCuts];
     for (int j = 0; j < kCuts; ++j) sums[j] = splat(0.0f);
     for (int i = begin; i < end; i += 16) {
-      const Mask inside = first_lanes(count - i);
-      const F32 v = load(value + i), w = weight ? load(weight + i) : splat(1.0f);
-      for (int j = 0; j < kCuts; ++j) {
-        sums[j] = sums[j] + select(not_less(v, splat(cuts[j])) & inside, w, splat(0.0f));
-      }
+      const F32 v = load(value + i);
+      F32 w = weight ? load(weight + i) : splat(1.0f);
+      if (count - i < 16) w = select(first_lanes(count - i), w, splat(0.0f));
+      for (int j = 0; j < kCuts; ++j) sums[j] = sums[j] + where_not_less(v, splat(cuts[j]), w);
     }
     for (int j = 0; j < kCuts; ++j) weighs[j] += sum(sums[j]);
   }
 }
 
-// Values, of which `least` and `most` are the smallest and the greatest.
-struct Part {
-  int count;
-  float least, most;
-};
-
-// Keep what is at least `low` and less than `high`, side by side at the front.
-inline Part keep_between(float* value, float* weight, int count, float low, float high) {
+// Keep what is at least `low` and less than `high`, side by side at the front; how many that are.
+inline int keep_between(float* value, float* weight, int count, float low, float high) {
   int kept = 0;
-  F32 least = splat(kInfinity), most = splat(-kInfinity);
   for (int i = 0; i < count; i += 16) {
     const F32 v = load(value + i);
     const Mask m = not_less(v, splat(low)) & ~not_less(v, splat(high)) & first_lanes(count - i);
-    least = min(least, select(m, v, splat(kInfinity)));
-    most = max(most, select(m, v, splat(-kInfinity)));
+    if (!m) continue;
     if (weight) store_packed(weight + kept, m, load(weight + i));
     store_packed(value + kept, m, v);
     kept += __builtin_popcount(m);
   }
-  return {kept, -largest(splat(0.0f) - least), largest(most)};
+  return kept;
+}
+
+struct Range {
+  float least, most;
+};
+
+inline Range range_of(const float* value, int count) {
+  F32 least = splat(kInfinity), most = splat(-kInfinity);
+  for (int i = 0; i < count; i += 16) {
+    const F32 v = load(value + i);
+    const Mask inside = first_lanes(count - i);
+    least = min(least, inside == 0xffff ? v : select(inside, v, splat(kInfinity)));
+    most = max(most, inside == 0xffff ? v : select(inside, v, splat(-kInfinity)));
+  }
+  return {-largest(splat(0.0f) - least), largest(most)};
 }
 
 // The line among few: from the largest down.
@@ -221,40 +228,40 @@ inline Line walk_down(float* value, float* weight, int count, double above, doub
   return line;
 }
 
-// Where to cut a part, from its top down. Even in value, and 32 from the top at most, for what lies deeper weighs
-// nothing as a probability; or even among the floats there are, which shrinks any part to a single float.
-inline void choose_cuts(const Part& part, bool even_in_value, float* cuts) {
-  const int64_t low = key_of(part.least), high = key_of(part.most);
-  const float depth = part.most - part.least;
+// Where to cut, from the top down. Even in value, and 32 from the top at most, for what lies deeper weighs
+// nothing as a probability; or even among the floats there are, which shrinks any range to a single float.
+inline void choose_cuts(const Range& range, bool even_in_value, float* cuts) {
+  const int64_t low = key_of(range.least), high = key_of(range.most);
+  const float depth = range.most - range.least;
   const float span = depth < 32.0f ? depth : 32.0f;
   for (int j = 1; j <= kCuts; ++j) {
     int64_t cut = high - (high - low) * j / (kCuts + 1);
-    if (even_in_value) cut = key_of(part.most - span * static_cast<float>(j) / (kCuts + 1));
+    if (even_in_value) cut = key_of(range.most - span * static_cast<float>(j) / (kCuts + 1));
     cuts[j - 1] = of_key(cut > low ? cut : low + 1);
   }
 }
 
-// The largest line such that what is not below it weighs at least `needed`; if all weigh less, the least value.
-// Destroys `value` and `weight`, of which there is at least one.
+// The largest line such that what is not below it weighs at least `needed`; if all weigh less, the least
+// value. Destroys `value` and `weight`, of which there is at least one.
 //
 // Seven cuts part the values in eight, and the part that holds the line is kept, until it is small.
 inline Line find_line(float* value, float* weight, int count, double needed) {
   constexpr int kFew = 24, kEvenPasses = 4;
-  Part part = keep_between(value, weight, count, -kInfinity, kInfinity);
   double above = 0;
-  for (int pass = 0; part.count > kFew; ++pass) {
-    if (part.least == part.most) return {part.least, above, weight ? weight[0] : 1.0};
+  for (int pass = 0; count > kFew; ++pass) {
+    const Range range = range_of(value, count);
+    if (range.least == range.most) return {range.least, above, weight ? weight[0] : 1.0};
     float cuts[kCuts];
     double weighs[kCuts];
-    choose_cuts(part, pass < kEvenPasses, cuts);
-    weigh(value, weight, part.count, cuts, weighs);
-    int at = 0;
-    while (at < kCuts && above + weighs[at] < needed) ++at;
-    part = keep_between(value, weight, part.count, at < kCuts ? cuts[at] : -kInfinity,
-                        at > 0 ? cuts[at - 1] : kInfinity);
-    if (at > 0) above += weighs[at - 1];
+    choose_cuts(range, pass < kEvenPasses, cuts);
+    weigh(value, weight, count, cuts, weighs);
+    int part = 0;
+    while (part < kCuts && above + weighs[part] < needed) ++part;
+    count = keep_between(value, weight, count, part < kCuts ? cuts[part] : -kInfinity,
+                         part > 0 ? cuts[part - 1] : kInfinity);
+    if (part > 0) above += weighs[part - 1];
   }
-  return walk_down(value, weight, part.count, above, needed);
+  return walk_down(value, weight, count, above, needed);
 }
 
 // ---- scratch ----------------------------------------------------------------------------------------------
@@ -275,12 +282,14 @@ struct Scratch {
   }
 };
 
-inline void copy(float* to, const float* from, int count) { __builtin_memcpy(to, from, sizeof(float) * count); }
+inline void copy(float* to, const float* from, int count) {
+  __builtin_memcpy(to, from, sizeof(float) * count);
+}
 
 // The k-th largest, 1 <= k <= row.count, and a list that holds all that are as large.
 //
-// Every 16 vectors give 16 maxima, of 16 logits each. The k-th largest maximum is a bound, for k logits at least are
-// as large; usually few more are.
+// Every 16 vectors give 16 maxima, of 16 logits each. The k-th largest maximum is a bound, for k logits at
+// least are as large; usually few more are.
 Line kth_largest(const LogitRow& row, int k, Scratch& scratch) {
   float bound = -kInfinity;
   if (k <= row.count / 32) {
@@ -382,14 +391,6 @@ inline double gumbel(uint32_t bits) {
   return -__builtin_log(-__builtin_log((static_cast<double>(bits) + 0.5) * 0x1p-32));
 }
 
-// Some bits whose noise is certainly below `noise`, and not far; at least 0.
-inline uint32_t bits_below(double noise) {
-  noise -= 1e-6 * (1.0 + __builtin_fabs(noise));
-  if (noise < -3.5) return 0;
-  const double bits = __builtin_exp(-__builtin_exp(-noise)) * 0x1p32 - 2;
-  return bits < 0 ? 0 : bits < 4294967295.0 ? static_cast<uint32_t>(bits) : 4294967295u;
-}
-
 // ---- stages 9 to 11: temperature, filters, the draw -------------------------------------------------------
 
 // A logit such that all smaller ones, divided by `temperature`, are certainly below `bound`.
@@ -398,37 +399,47 @@ inline float divides_below(double bound, float temperature) {
   return x > static_cast<double>(kLowest) ? static_cast<float>(x) : kLowest;
 }
 
+// Which of 16 tokens may score more than `score`: logits x / temperature, and the bits of their noise.
+//
+// With u the uniform number of the bits, noise is -ln(-ln u), which is less than -ln(1 - u). So only where
+// 1 - u is below e^(x / temperature - score) is the noise worth computing. `slack` covers all roundings here.
+inline Mask may_exceed(F32 x, I32 bits, float inverse_temperature, double score, double slack) {
+  const F32 least = fma(x, splat(inverse_temperature), splat(static_cast<float>(slack - score)));
+  const F32 complement = to_float(shift_right_unsigned<1>(bits ^ splat(-1)));  // of 31 bits
+  return not_less(exp(least) * splat(0x1p31f), complement);
+}
+
 // The winner of logit + noise: its index; the first among equals. `best` is the index of the largest logit.
 //
-// With B the score of any one token, the winner has a logit of at least B minus the greatest noise there is, and a
-// noise of at least B minus the largest logit. B is at first the score of the largest logit, then the best so far.
+// With B the score of any one token, the winner's logit is at least B minus the greatest noise there is. B is
+// at first the score of the largest logit, then the best so far.
 int draw(const LogitRow& row, const int32_t* ids, float temperature, int best, const RowRequest& r) {
   constexpr double kGreatestNoise = 22.9;
   const NoiseKey key = noise_key(r.seed, r.position);
-  const double top = row.x[best] / temperature;
+  const float inverse = 1.0f / temperature;
+  const double slack = 1e-3 + 2e-6 * (25 + __builtin_fabs(row.x[best] / static_cast<double>(temperature)));
   int winner = -1;
   double score = 0;
   F32 lowest;
-  I32 quietest;
-  const auto try_one = [&](int index, uint32_t bits) {
-    const double s = static_cast<double>(row.x[index] / temperature) + gumbel(bits);
+  const auto try_one = [&](int index, int32_t bits) {
+    const double s = static_cast<double>(row.x[index] / temperature) + gumbel(static_cast<uint32_t>(bits));
     if (winner >= 0 && !(s > score || (s == score && index < winner))) return;
     winner = index;
     score = s;
     lowest = splat(divides_below(score - kGreatestNoise, temperature));
-    quietest = splat(static_cast<int32_t>(bits_below(score - top)));
   };
   int32_t bits[16];
   store(bits, noise_bits(splat(ids ? ids[best] : best), key));
-  try_one(best, static_cast<uint32_t>(bits[0]));
+  try_one(best, bits[0]);
   for (int i = 0; i < row.count; i += 16) {
-    Mask m = not_less(read(row, i), lowest) & readable(row, i);
+    const F32 x = read(row, i);
+    Mask m = not_less(x, lowest) & readable(row, i);
     if (!m) continue;
     const I32 noise = noise_bits(ids ? load(ids + i) : lane_numbers() + splat(i), key);
-    m &= not_less_unsigned(noise, quietest);
+    m &= may_exceed(x, noise, inverse, score, slack);
     if (!m) continue;
     store(bits, noise);
-    for (; m; m &= m - 1) try_one(i + __builtin_ctz(m), static_cast<uint32_t>(bits[__builtin_ctz(m)]));
+    for (; m; m &= m - 1) try_one(i + __builtin_ctz(m), bits[__builtin_ctz(m)]);
   }
   return winner;
 }
@@ -441,8 +452,9 @@ struct Tempering {
   float cut;     // nor are those below this listed, though they count in the total
 };
 
-// The list of logits, divided by the temperature, and the sum of e^(logit - top) over all that count, where `weight`
-// is given; it takes each listed one's. `ids`: of the row; null: 0, 1, 2, ... The list may be the row.
+// The list of logits, divided by the temperature; and where `weight` is given, which takes each listed one's
+// e^(logit - top), the sum of that over all that count. `ids`: of the row; null: 0, 1, 2, ... The row may be
+// the list.
 double temper(const LogitRow& row, const int32_t* ids, const Tempering& t, List& list, float* weight) {
   const double reach = weight ? larger(t.lowest, t.top - 100.0) : t.lowest;  // e^-100 adds nothing
   const F32 lowest_undivided = splat(divides_below(reach, t.temperature));
@@ -471,7 +483,7 @@ double temper(const LogitRow& row, const int32_t* ids, const Tempering& t, List&
   return total;
 }
 
-// The logit below which min_p and top_k forbid, -inf: none. With top_k the scratch's list has what is not below it.
+// The logit below which min_p and top_k forbid; -inf: none. With top_k the scratch's list has what is not.
 float threshold(const LogitRow& row, float top, const RowRequest& r, Scratch& scratch) {
   double lowest = -kInfinity;
   if (r.min_p > 0) lowest = static_cast<float>(top + __builtin_log(r.min_p));
@@ -481,22 +493,23 @@ float threshold(const LogitRow& row, float top, const RowRequest& r, Scratch& sc
   return static_cast<float>(lowest);
 }
 
-// Tokens whose e^(logit - top) is below this cannot be in a nucleus: all of them together weigh less than what top_p
-// leaves out, of a total that is at least 1. In logits. Very near to 1, rounding might matter: -inf.
+// A logit such that tokens below it cannot be in a nucleus: all of them together weigh less than what top_p
+// leaves out, for the total is 1 at least. Where top_p is so near to 1 that rounding matters: -inf.
 inline float nucleus_cut(const RowRequest& r, float top, int count) {
   if (r.top_p > 1 - 1e-6) return -kInfinity;
   return static_cast<float>(top + __builtin_log((1 - r.top_p) / count) - 1);
 }
 
-// Keep the fewest tokens that together have the probability top_p. `total`: what e^(logit - top) adds up to. The
-// best come first, and the token that crosses the line stays; among equals on the line the lower ids do.
+// Keep the fewest tokens that together have the probability top_p. `total`: what e^(logit - top) adds up to.
+// The best come first, and the token that crosses the line stays; among equals on the line the lower ids do.
 void keep_nucleus(double top_p, double total, Scratch& scratch) {
   List& list = scratch.list;
   const double needed = top_p * total;
   copy(scratch.value, list.value, list.count);
   const Line line = find_line(scratch.value, scratch.weight, list.count, needed);
-  const double num_equal = __builtin_ceil((needed - line.above) / line.each);
-  keep_above(list, line.value, num_equal < 1 ? 1 : num_equal < list.count ? static_cast<int>(num_equal) : list.count);
+  double num_equal = __builtin_ceil((needed - line.above) / line.each);
+  num_equal = num_equal < list.count ? num_equal : list.count;
+  keep_above(list, line.value, num_equal > 1 ? static_cast<int>(num_equal) : 1);
 }
 
 // `best` is the index of the row's largest logit, which divided by the temperature is `top`.
@@ -545,13 +558,15 @@ List best_of(const LogitRow& row, int k, Scratch& scratch) {
 }
 
 // Of the token, then of the `num_logprobs` best of the row, whose largest logit is `top`.
-void fill_logprobs(const LogitRow& row, float top, int token, int num_logprobs, Scratch& scratch, RowResult* result) {
-  const Tempering nothing_listed{1.0f, top, -kInfinity, kInfinity};
-  const double total = top > -kInfinity ? temper(row, nullptr, nothing_listed, scratch.list, scratch.weight) : 1;
+void fill_logprobs(const LogitRow& row, float top, int token, int num_logprobs, Scratch& scratch,
+                   RowResult* result) {
+  const bool any = top > -kInfinity;
+  const Tempering list_nothing{1.0f, top, -kInfinity, kInfinity};
+  const double total = any ? temper(row, nullptr, list_nothing, scratch.list, scratch.weight) : 1;
   const auto norm = static_cast<float>(top + __builtin_log(total));
   const auto logprob = [&](float x) {
     const float p = x - norm;
-    return top > -kInfinity && p > kLogprobFloor ? p : kLogprobFloor;
+    return any && p > kLogprobFloor ? p : kLogprobFloor;
   };
   result->rank = rank_of(row, row.x[token]);
   result->ids[0] = token;
@@ -569,7 +584,8 @@ inline void fail(RowResult* result, RowStatus status, float value) {
   result->value = value;
 }
 
-void row_logprobs(const float* logits, int count, int token, int num_logprobs, float* memory, RowResult* result) {
+void row_logprobs(const float* logits, int count, int token, int num_logprobs, float* memory,
+                  RowResult* result) {
   float top;
   argmax(logits, count, nullptr, &top);
   if (!(top < kInfinity)) return fail(result, RowStatus::NotFinite, top);
@@ -582,6 +598,7 @@ void row_logprobs(const float* logits, int count, int token, int num_logprobs, f
 void sample_row(const RowRequest& r, const float* logits, int count, float* memory, RowResult* result) {
   float top;  // of all, to see whether they are numbers; then of those that can be chosen
   int best = argmax(logits, count, nullptr, &top);
+  float raw_top = top;
   if (!(top < kInfinity)) return fail(result, RowStatus::NotFinite, top);
   Scratch scratch(memory, count);
   const LogitRow raw{logits, count, r.mask};
@@ -601,6 +618,6 @@ void sample_row(const RowRequest& r, const float* logits, int count, float* memo
   result->status = RowStatus::Fine;
   result->token = best;
   if (r.num_logprobs < 0) return;
-  argmax(logits, count, r.mask, &top);
-  fill_logprobs(raw, top, best, r.num_logprobs, scratch, result);
+  if (r.mask) argmax(logits, count, r.mask, &raw_top);
+  fill_logprobs(raw, raw_top, best, r.num_logprobs, scratch, result);
 }

@@ -245,7 +245,7 @@ def gumbel_argmax(logits: FloatArray, ids: IdArray | None, seed: int, position: 
     likely, loud = int(logits.argmax()), int(bits.argmax())
     noises = gumbel(bits[[likely, loud]])
     bound = max(float(logits[likely]) + noises[0], float(logits[loud]) + noises[1])
-    quietest = bits_below(bound - float(logits[likely]))
+    quietest = bits_below(bound - float(logits[likely]) - 1e-15 * abs(bound))
     lowest = bound - noises[1]
     lowest -= 1e-3 + 1e-6 * abs(lowest)
     rivals = np.flatnonzero((logits >= np.float32(lowest)) & (bits >= np.uint32(quietest)))
