@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,9 @@ class ServerSettings:
         default=0.0, metadata={"help": "seconds after which a silent stream says so; 0: never"}
     )
     # words
+    metrics_prefix: str = field(
+        default="vllm", metadata={"help": "what the names of the engine's figures at /metrics begin with"}
+    )
     otlp_traces_endpoint: str | None = field(
         default=None,
         metadata={"help": "send a span for each request there (OTLP over HTTP); needs the extra otel"},
@@ -125,6 +129,8 @@ class ServerSettings:
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             if not getattr(self, name) >= 0:
                 wrong.append(f"{name} {getattr(self, name)} must be 0 seconds or more")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            wrong.append(f"metrics_prefix {self.metrics_prefix!r} must be letters, digits and _")
         if "" in self.api_key:
             wrong.append("api_key is empty; leave it out, or give a key")
         wrong += [
