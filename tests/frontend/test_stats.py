@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import fields
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from mainspring.base.messages import (
     GetStats,
     SchedulerStats,
 )
-from mainspring.base.outputs import RequestOutput
+from mainspring.base.outputs import RequestMetrics, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import InprocClient
@@ -32,6 +33,7 @@ from mainspring.frontend.llm import LLM
 from mainspring.frontend.llm_engine import LLMEngine
 from mainspring.frontend.metrics import LoggingStatLogger
 from mainspring.frontend.output_processor import OutputProcessor
+from mainspring.frontend.parallel_sampling import _as_it_is
 from mainspring.frontend.stats import FrontendStats, Histogram, Times, merged, series_1_2_5
 
 FAKE = "mainspring.testing.fake_executor:make_fake"
@@ -423,6 +425,14 @@ def test_cached_tokens_beyond_the_prompt_make_nothing_negative():
     for now_s in (9.0, 5.0):
         processor.process_outputs([EngineCoreOutput("s-1", [3])], timestamp_s=now_s)
     assert processor.stats.inter_token_latency_s.sum == 0, "a clock that went back"
+
+
+def test_what_an_output_carries_is_a_copy_of_everything():
+    """A field that is added to `RequestMetrics` must be copied too."""
+    metrics = RequestMetrics(*range(1, 1 + len(fields(RequestMetrics))))
+    copied = _as_it_is(metrics)
+    assert copied == metrics
+    assert copied is not metrics
 
 
 # -- several front ends --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mainspring.base.config import EngineArgs, ModelFacts, resolve
-from mainspring.base.errors import EngineDeadError, QueueOverflowError
+from mainspring.base.errors import ConfigError, EngineDeadError, QueueOverflowError
 from mainspring.base.messages import Command, GetStats
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.engine.build import build_engine
@@ -21,6 +21,8 @@ from mainspring.frontend.loop_probe import LoopProbe
 from mainspring.frontend.output_processor import OutputProcessor
 from mainspring.server import metrics
 from mainspring.server.metrics import ServerMetrics
+from mainspring.server.service import Service
+from mainspring.server.settings import ServerSettings
 
 FACTS = ModelFacts(path="", architecture="toy", max_position_embeddings=256, vocab_size=300, eos_token_ids=())
 MAX_MODEL_LEN = 128
@@ -362,3 +364,10 @@ def test_statistics_are_brought_up_by_get_stats():
         return answer
 
     asyncio.run(body())
+
+
+def test_the_prefix_is_a_setting():
+    settings = ServerSettings(metrics_prefix="mine")
+    assert Service(settings, "toy").metrics.prefix == "mine"
+    with pytest.raises(ConfigError, match="metrics_prefix 'a b' must be letters"):
+        ServerSettings(metrics_prefix="a b")

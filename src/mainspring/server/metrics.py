@@ -93,7 +93,7 @@ class ServerMetrics:
 
     def __init__(self, prefix: str = PREFIX) -> None:
         """`prefix` is of the engine's figures: vllm, for all that read them."""
-        self._prefix = prefix
+        self.prefix = prefix
         self._llm: AsyncLLM | None = None
         self._registry = CollectorRegistry()
         self.probe = LoopProbe(self._is_busy)
@@ -107,7 +107,7 @@ class ServerMetrics:
         """From now on its figures are shown; none, if it keeps no statistics."""
         self._llm = llm
         if llm.stats is not None:
-            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, self._prefix)
+            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, self.prefix)
             self._registry.register(_EngineCollector(llm.stats, options))
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
