@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "frontend"))
 from frontend_toys import FACTS, TOY, ScriptedClient
 
 from mainspring.base.config import EngineArgs, resolve
-from mainspring.base.messages import EngineCoreOutputs
+from mainspring.base.messages import EngineCoreOutputs, GetStats, SchedulerStats
 from mainspring.engine.launch import CoreProcess
 from mainspring.engine.mp_client import AsyncMPClient
 from mainspring.frontend.async_llm import AsyncLLM
@@ -144,7 +144,7 @@ class AsyncScriptedClient:
         self.inner.abort_requests(request_ids)
 
     async def call(self, command: Any) -> Any:
-        return self.inner.call(command)
+        return SchedulerStats() if isinstance(command, GetStats) else self.inner.call(command)
 
     async def get_output(self) -> EngineCoreOutputs:
         await asyncio.sleep(0)

@@ -1,5 +1,8 @@
 """The two endpoints that generate: a request is read, judged, rendered and asked of the engine; `answering`
-does the rest. Texts that are long are rendered in a thread, so nobody else waits for them."""
+does the rest. Texts that are long are rendered in a thread, so nobody else waits for them.
+
+The engine is taken from the service once, at the beginning: a request that has come in is answered, also when
+the server is told to end meanwhile."""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mainspring.base.params import SamplingParams
+from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.server.answering import Question, answer
 from mainspring.server.chat import ChatWriter
 from mainspring.server.completions import CompletionWriter
@@ -50,7 +54,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     writer = ChatWriter(
         body, prompt, head, _names(service, body), _reporting(service, body), service.settings.response_role
     )
-    return await _answer(service, request, body, head, [prompt], params, writer)
+    return await _answer(service, llm, request, body, head, [prompt], params, writer)
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -68,11 +72,12 @@ async def create_completion(service: Service, request: Request) -> Response:
     writer = CompletionWriter(
         body, prompts, head, _names(service, body), _reporting(service, body), _decoder(service)
     )
-    return await _answer(service, request, body, head, prompts, params, writer)
+    return await _answer(service, llm, request, body, head, prompts, params, writer)
 
 
 async def _answer(
     service: Service,
+    llm: AsyncLLM,
     request: Request,
     body: GenerationRequest,
     head: Head,
@@ -89,8 +94,8 @@ async def _answer(
         {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
     )
     keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
-    reply = await answer(service.llm, request, question, writer, keep_alive_s)
-    if (load := load_report(service, request.headers.get(LOAD_FORMAT))) is not None:
+    reply = await answer(llm, request, question, writer, keep_alive_s)
+    if (load := load_report(llm, request.headers.get(LOAD_FORMAT))) is not None:
         reply.headers[LOAD] = load
     return reply
 
@@ -136,9 +141,9 @@ def _salt(salt: Any) -> str | None:
     return salt
 
 
-def load_report(service: Service, form: str | None) -> str | None:
+def load_report(llm: AsyncLLM, form: str | None) -> str | None:
     """For load balancers that ask with each request: how full the engine is, as it said last."""
-    stats = service.llm.stats
+    stats = llm.stats
     if form is None or stats is None:
         return None
     figures = {

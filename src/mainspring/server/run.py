@@ -44,20 +44,23 @@ class NeverReady(Exception):
 
 def open_socket(settings: ServerSettings) -> socket.socket:
     """Bound and listening. Raises `ConfigError` where that is not possible."""
-    where = settings.uds or f"{settings.host or DEFAULT_HOST} port {settings.port}"
+    host = settings.host or DEFAULT_HOST
+    where = settings.uds or f"{host} port {settings.port}"
+    found: socket.socket | None = None
     try:
         if settings.uds:
             Path(settings.uds).unlink(missing_ok=True)
             found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             found.bind(settings.uds)
         else:
-            host = settings.host or DEFAULT_HOST
             family = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM)[0][0]
             found = socket.socket(family, socket.SOCK_STREAM)
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind((host, settings.port))
         found.listen(BACKLOG)
     except OSError as error:
+        if found is not None:
+            found.close()
         raise ConfigError(
             f"cannot listen on {where}: {error.strerror}; choose another with --host, --port or --uds"
         ) from None
@@ -97,7 +100,7 @@ def make_server(service: Service) -> uvicorn.Server:
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=settings.ssl_cert_reqs,
             ssl_ciphers=settings.ssl_ciphers or "TLSv1",
-            timeout_graceful_shutdown=int(LAST_WORDS_S),
+            timeout_graceful_shutdown=1,  # what is still open has had its time
         )
     )
 
@@ -138,6 +141,9 @@ async def serve(
             await service.close()
             await cancelled(probe)
             await serving
+            for connection in list(server.server_state.connections):  # whose clients never read
+                connection.transport.abort()
+            await asyncio.sleep(0)
 
 
 async def _load(

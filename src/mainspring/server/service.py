@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any
 
 from mainspring import __version__
-from mainspring.base.errors import EngineDeadError
+from mainspring.base.errors import innermost
 from mainspring.base.log import get_logger
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.chat_template import ChatTemplate
@@ -55,8 +55,9 @@ class Service:
         self._chats: Chats | None = None
         self._round_trip: asyncio.Task[None] | None = None
         self._asked_s = 0.0
+        self._ailment: str | None = None  # what the last round trip found
         self._warned: set[str] = set()
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(settings.metrics_prefix)
         self.document: dict[str, Any] = {}  # of the API: see `openapi.py`
 
     # --- phases ---------------------------------------------------------------------------------------------
@@ -112,12 +113,18 @@ class Service:
         waited_s = time.monotonic() - self._asked_s
         if waited_s > self.settings.health_timeout:
             raise ApiError(503, f"the engine has not answered for {waited_s:.0f} s")
+        if self._ailment is not None:
+            raise ApiError(503, self._ailment)
 
     async def _ask(self, llm: AsyncLLM) -> None:
+        """Any failure counts: a health check has nobody else to tell."""
         try:
             await llm.check_health()
-        except EngineDeadError as error:
-            logger.error("the engine is not healthy: %s", error)
+            self._ailment = None
+        except Exception as error:
+            if self._ailment is None:
+                logger.error("the engine is not healthy: %s", innermost(error))
+            self._ailment = str(error)
 
     async def close(self) -> None:
         if self._round_trip is not None:

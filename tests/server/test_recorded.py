@@ -1,0 +1,143 @@
+"""Ours against a recorded server of another make: `tests/data/vllm_api_recorded.jsonl` has requests and what
+vLLM 0.32 answered to them on the same model file, for every endpoint that is built here.
+
+Same are: the status, the keys and the types of their values at every depth, finish reasons, and the framing of
+streams. Texts are compared where both are greedy and the constraint is none of ours. What differs on purpose
+is a row of the table in `docs/api.md`, which names the pairs; a row that is not needed any more fails too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from server_toys import Address, Reply, running
+
+from mainspring.base.config import EngineArgs
+from mainspring.frontend.async_llm import AsyncLLM
+
+ROOT = Path(__file__).parents[2]
+PAIRS = [json.loads(line) for line in (ROOT / "tests/data/vllm_api_recorded.jsonl").read_text().splitlines()]
+KEY = {"authorization": "Bearer k1"}
+LEAST_SHARE = 0.85
+
+
+def decisions() -> dict[str, str]:
+    """By the pair's name: the decision that makes it differ."""
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .* \| (`.+?`) \|$", text, re.MULTILINE)
+    return {name: ours for _, ours, names in rows for name in re.findall(r"`([\w]+)`", names)}
+
+
+def shape(value: object) -> object:
+    """Keys and types; a list is the set of its members' shapes."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*{json.dumps(shape(item), sort_keys=True) for item in value}]
+    if isinstance(value, bool) or value is None:
+        return type(value).__name__
+    return "number" if isinstance(value, (int, float)) else type(value).__name__
+
+
+def differences(theirs: object, ours: object, path: str = "") -> list[str]:
+    """Where keys or types differ. Keys of token ids and texts are data, not form."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        if path.endswith(("top_logprobs[]", "prompt_logprobs[]")):
+            theirs, ours = list(theirs.values()), list(ours.values())
+        else:
+            found = [f"{path}.{key} is missing" for key in theirs.keys() - ours.keys()]
+            found += [f"{path}.{key} is new" for key in ours.keys() - theirs.keys()]
+            for key in theirs.keys() & ours.keys():
+                found += differences(theirs[key], ours[key], f"{path}.{key}")
+            return found
+    if isinstance(theirs, list) and isinstance(ours, list):
+        found = []
+        for item in ours:
+            nearest = [differences(other, item, f"{path}[]") for other in theirs]
+            if nearest and [] not in nearest:
+                found += min(nearest, key=len)
+        return found
+    if shape(theirs) != shape(ours):
+        return [f"{path} is {shape(ours)}, not {shape(theirs)}"]
+    return []
+
+
+def parts(text: str) -> list[object]:
+    """Of a stream's text. Asserts the framing, the end included."""
+    frames = text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    assert all(frame.startswith("data: {") for frame in frames[:-2])
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def compare(pair: dict, reply: Reply) -> list[str]:
+    if reply.status != pair["status"]:
+        return [f"status {reply.status}, not {pair['status']}: {reply.body[:200]!r}"]
+    found = []
+    if pair["headers"].get("content-type") != reply.headers.get("content-type"):
+        found.append(f"content-type {reply.headers.get('content-type')}")
+    if ("endpoint-load-metrics" in pair["headers"]) != ("endpoint-load-metrics" in reply.headers):
+        found.append("endpoint-load-metrics")
+    if pair["json"] is not None:
+        found += differences(pair["json"], reply.json)
+        found += differing(ends(pair["json"]), ends(reply.json))
+    elif pair["text"]:
+        theirs, ours = parts(pair["text"]), parts(reply.body.decode())
+        if len(theirs) != len(ours):
+            found.append(f"{len(ours)} events, not {len(theirs)}")
+        for one, other in zip(theirs, ours, strict=False):
+            found += differences(one, other)
+            found += differing(ends(one), ends(other))
+    else:
+        found += [] if reply.body == b"" else ["a body"]
+    return found
+
+
+def ends(body: object) -> list[object]:
+    choices = body.get("choices", []) if isinstance(body, dict) else []
+    return [(choice["index"], choice["finish_reason"], choice.get("stop_reason")) for choice in choices]
+
+
+def differing(theirs: list, ours: list) -> list[str]:
+    return [] if theirs == ours else [f"ends {ours}, not {theirs}"]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2):
+    args = EngineArgs(model=str(smollm2), max_model_len=2048, disable_log_stats=False)
+    settings = {
+        "served_model_name": ["smol"],
+        "api_key": ["k1", "k2"],
+        "enable_prompt_tokens_details": True,
+        "server_dev_mode": True,
+    }
+    with running(partial(AsyncLLM.from_engine_args, args), **settings) as found:
+        yield found
+
+
+def replay(server: Address, pair: dict) -> Reply:
+    body = pair["request"]
+    sent = body.encode("latin-1") if isinstance(body, str) else body
+    headers = {"content-type": "application/json", **pair.get("request_headers", KEY)}
+    return server.ask(pair["method"], pair["path"], sent, **{name.lower(): v for name, v in headers.items()})
+
+
+def test_recorded(server, capsys):
+    """Prints the share of the pairs that need no decision."""
+    known, found = decisions(), {}
+    assert known.keys() <= {pair["name"] for pair in PAIRS}
+    for pair in PAIRS:
+        if differs := compare(pair, replay(server, pair)):
+            found[pair["name"]] = differs
+    for name in found.keys() - known.keys():
+        print(name, *found[name][:6], sep="\n    ")
+    share = 1 - len(found) / len(PAIRS)
+    with capsys.disabled():
+        print(f"\n{len(PAIRS)} recorded pairs, {share:.0%} the same without a decision")
+    assert found.keys() - known.keys() == set(), "they differ and no decision says why"
+    assert known.keys() - found.keys() == set(), "these do not differ any more"
+    assert share >= LEAST_SHARE
