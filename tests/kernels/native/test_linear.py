@@ -1,8 +1,9 @@
 """The matrix kernels against their twins in numpy.
 
-What is compared is a matrix as the kernels see it (`Matrix.unpack`) and activations as they are encoded. Integer
-sums are exact. For the float steps the twin takes the kernels' order, each fused step as one rounding of its value
-in float64: that differs from a true fused step in the last bit of a result once in millions, so ULPS are allowed.
+What is compared is a matrix as the kernels see it (`Matrix.unpack`) and activations as they are encoded.
+Integer sums are exact. For the float steps the twin takes the kernels' order, each fused step as one rounding
+of its value in float64: that differs from a true fused step in the last bit once in millions of times, so ULPS
+are allowed.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf, which makes quantis
 
 from gguf.quants import dequantize, quantize  # noqa: E402
 
-VARIANTS = native.variants()
+VARIANTS = native.runnable_variants()
 PLAIN = {"F32": np.float32, "F16": np.float16}
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"]
 ROUNDED = ["Q4_K", "Q5_K", "Q6_K"]  # the product of two scales is rounded to fp16
@@ -41,7 +42,7 @@ SCALES_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
-}  # bytes; others: 0
+}  # bytes, of others 0
 
 
 def random_raw(source: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
@@ -96,7 +97,7 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
 
 
-# ---- encoding ---------------------------------------------------------------------------------------------------
+# ---- encoding ----------------------------------------------------------------------------------------------
 
 
 def encoded(x: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +151,7 @@ def test_a_nan_or_an_infinity_spoils_its_block_and_what_reads_it(variant, bad, p
     assert np.isfinite(out[1]).all()
 
 
-# ---- packing ----------------------------------------------------------------------------------------------------
+# ---- packing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["F32", "F16", "BF16", *EXACT])
@@ -234,7 +235,7 @@ def test_damaged_scales_stay_as_they_are():
 
 @pytest.mark.parametrize(("form", "bound"), [("q8", 0.5 / 127), ("q4", 0.6 / 15)])
 def test_floats_are_quantised(form, bound):
-    """Errors are within half a step of the block's range (q8: magnitude); q4's search trades a little for the rest."""
+    """Errors are near half a step of the block's range (q8: magnitude); a search trades some for the rest."""
     values = np.random.default_rng(3).standard_normal((37, 96)).astype(np.float32)
     values[2] = 0
     values[4] = 0.125
@@ -265,7 +266,7 @@ def test_the_search_of_q4_beats_the_plain_range():
     assert np.square(matrix.unpack() - values).mean() < 0.9 * np.square(plain - values).mean()
 
 
-# ---- single rows ------------------------------------------------------------------------------------------------
+# ---- single rows -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -279,7 +280,7 @@ def test_a_single_row_is_a_row(variant, source):
         native.embed(matrix, 37, variant)
 
 
-# ---- products ---------------------------------------------------------------------------------------------------
+# ---- products ----------------------------------------------------------------------------------------------
 
 
 def float_twin(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -350,7 +351,7 @@ def test_quantised_products_are_their_twin(variant, activations, source, num_row
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("source", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q6_K"])
 def test_the_largest_codes_do_not_overflow(variant, source):
-    """Every code and every activation at its limit, in both signs: sums in fewer than 32 bits would saturate."""
+    """Codes and activations at their limits, in both signs: a sum in fewer than 32 bits would saturate."""
     raw = random_raw(source, 16, 512, np.random.default_rng(8))
     blocks = raw.reshape(16, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[source]][1])
     kept = [(at, get_half(blocks, at)) for at in SCALES_AT.get(source, (0,))]
