@@ -57,13 +57,13 @@ int Machine::add_buffer(int width) {
 void Machine::want(int id, bool rows, bool encoded) {
   buffers_[id].wants_rows |= rows;
   buffers_[id].wants_encoded |= encoded;
-  capacity_ = 0;
+  buffers_[id].capacity = 0;
 }
 
 void Machine::reserve(int rows) {
-  if (rows <= capacity_) return;
-  capacity_ = rows;
   for (Buffer& buffer : buffers_) {
+    if (rows <= buffer.capacity) continue;  // it may be read while another is made: Python holds views
+    buffer.capacity = rows;
     const size_t codes = (static_cast<size_t>(rows) * buffer.width + 63) / 64 * 64;
     const size_t blocks = static_cast<size_t>(rows) * (buffer.width / kBlock);
     const size_t float_bytes = buffer.wants_rows ? 4 * codes : 0;

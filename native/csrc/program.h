@@ -41,6 +41,7 @@ class Memory {
 
 struct Buffer {
   int width;
+  int capacity = 0;
   float* rows = nullptr;  // [capacity][width]; null if only encoded
   Encoded encoded{};      // `high` is null if only floats
   bool wants_rows = false;
@@ -61,7 +62,7 @@ class Machine {
   int add_buffer(int width);
   void want(int buffer, bool rows, bool encoded);
   Buffer& buffer(int id) { return buffers_[id]; }
-  void reserve(int num_rows);  // so many rows in every buffer; what they held is lost
+  void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held
 
   int add_rope(std::vector<double> frequencies);
   int attention_plan(const AttentionKey&);  // its number
@@ -98,7 +99,6 @@ class Machine {
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<Memory>> kv_memory_;
   std::unique_ptr<Memory> scratch_;
-  int capacity_ = 0;
 };
 
 class Step {
