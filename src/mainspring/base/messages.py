@@ -142,6 +142,12 @@ class IsSleeping(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Answers a bool: something is not awake yet."""
 
 
+class PrepareGrammars(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Build what structured outputs need of the vocabulary, which the first of them would do: it holds the
+    interpreter's lock for a part of a second. Answered, with True, when it is done; False where there can be
+    none."""
+
+
 class Profile(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Start, or stop, Python's profiler in the loop's thread. Stopping answers the path of the file it
     wrote."""
@@ -159,6 +165,7 @@ Command = (
     | Sleep
     | WakeUp
     | IsSleeping
+    | PrepareGrammars
     | Profile
 )
 

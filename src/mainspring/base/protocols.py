@@ -46,6 +46,9 @@ class GrammarCompiler(Protocol):
 
     def compile(self, request: EngineCoreRequest) -> Future[Grammar]: ...
 
+    def prepare(self) -> Future[bool]:
+        """Do beforehand what the first compilation would have to."""
+
     def close(self) -> None: ...
 
 

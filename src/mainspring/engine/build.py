@@ -1,8 +1,8 @@
 """Assembles an engine: the one place that knows everybody.
 
 Order, since each step needs the facts of the one before: executor (loads the model) -> KV specs -> free
-memory -> KV layout, and with it `max_model_len` -> KV pool -> scheduler -> core. The grammar compiler comes
-first, to prepare its vocabulary in a thread meanwhile. If one fails, what was built is closed.
+memory -> KV layout, and with it `max_model_len` -> KV pool -> scheduler -> core. If one fails, what was built
+is closed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mainspring.core.kv_cache import KVCacheManager, max_blocks_of_request
 from mainspring.core.scheduler import Scheduler
 from mainspring.engine.core import EngineCore
 from mainspring.executor.base import make_executor
+from mainspring.grammar.compiler import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,6 @@ def build_engine(
 ) -> Built:
     """Raises `ConfigError` with the numbers where the KV pool cannot hold one sequence of `max_model_len`."""
     with ExitStack() as undo:
-        if grammars is None and config.vocabulary is not None:
-            from mainspring.grammar.compiler import Compiler  # the library is large
-
-            grammars = Compiler(config.vocabulary, config.vocab_size)
-            undo.callback(grammars.close)
         if executor is None:
             executor = make_executor(config)
         undo.callback(executor.close)
@@ -75,6 +71,8 @@ def build_engine(
         scheduler = Scheduler(
             scheduler_config, kv, clock=clock, vocab_size=config.vocab_size, kv_source=kv_source
         )
+        if grammars is None and config.vocabulary is not None:
+            grammars = Compiler(config.vocabulary, config.vocab_size)
         core = EngineCore(
             scheduler,
             executor,

@@ -35,6 +35,7 @@ from mainspring.base.messages import (
     ModelRunnerOutput,
     PauseMode,
     PauseScheduler,
+    PrepareGrammars,
     Profile,
     ResetPrefixCache,
     ResumeScheduler,
@@ -138,6 +139,8 @@ class EngineCore:
                 return self._wake_up(tags)
             case IsSleeping():
                 return bool(self._asleep)
+            case PrepareGrammars():
+                return self._grammars.prepare() if self._grammars is not None else False
             case Profile(is_start):
                 return self._profile(is_start)
             case forgotten:

@@ -41,6 +41,7 @@ from mainspring.base.messages import (
     IsSleeping,
     PauseMode,
     PauseScheduler,
+    PrepareGrammars,
     Profile,
     ResetPrefixCache,
     ResumeScheduler,
@@ -568,6 +569,11 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call(IsSleeping()))
+
+    async def prepare_structured_outputs(self) -> bool:
+        """Build what they need beforehand, so that the first of them delays nobody: see `PrepareGrammars`.
+        For servers, before they say that they are ready."""
+        return bool(await self.call(PrepareGrammars()))
 
     async def start_profile(self) -> None:
         """See `Profile`."""

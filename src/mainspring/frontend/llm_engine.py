@@ -155,8 +155,7 @@ def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | 
     """None where there can be no structured outputs: without a tokenizer, or a token that ends a text."""
     if tokenizer is None or not facts.eos_token_ids:
         return None
-    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    return Vocabulary(tokens, sorted(tokenizer.special_ids), list(facts.eos_token_ids))
+    return Vocabulary(tokenizer.all_token_bytes(), sorted(tokenizer.special_ids), list(facts.eos_token_ids))
 
 
 def make_processors(

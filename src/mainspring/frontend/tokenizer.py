@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -82,6 +83,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE_VALUES = np.array([_BYTE_OF.get(chr(i), -1) for i in range(max(map(ord, _BYTE_OF)) + 2)])
 
 
 # ---- the tokenizer -----------------------------------------------------------------------------------------
@@ -258,6 +260,22 @@ class Tokenizer:
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def all_token_bytes(self) -> list[bytes]:
+        """`token_bytes` of every id, in a fraction of the time."""
+        text = "".join(self._tokens).encode("utf-32-le", "surrogatepass")
+        characters = np.frombuffer(text, dtype="<u4")
+        values = _BYTE_VALUES[np.minimum(characters, len(_BYTE_VALUES) - 1)]
+        ends = np.cumsum([len(token) for token in self._tokens])
+        spelled = values.astype(np.uint8).tobytes()
+        start, found = 0, []
+        for end in ends.tolist():
+            found.append(spelled[start:end])
+            start = end
+        others = np.searchsorted(ends, np.flatnonzero(values < 0), side="right")  # not in the byte alphabet
+        for token_id in {*others.tolist(), *self._literal_ids, *self._unused_ids}:
+            found[token_id] = self._spell(token_id)
         return found
 
     def _spell(self, token_id: int) -> bytes:

@@ -11,8 +11,8 @@ Rules.
 2. One whose requests have all gone before it was begun is not begun.
 3. Copies share what the library has found out about their grammar, which grows with use, so a compiled
    grammar is given out a limited number of times, and not again after one of its copies has failed.
-4. The vocabulary is built when the engine is, beside the loading of the model: it holds the interpreter's
-   lock, and later that would delay tokens.
+4. The library and its form of the vocabulary are made when they are first needed: engines should start
+   quickly. That holds the interpreter's lock for a part of a second, so servers ask for it beforehand.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-from llguidance import LLMatcher, LLTokenizer
+from typing import TYPE_CHECKING
 
 from mainspring.base.config import Vocabulary
 from mainspring.base.messages import EngineCoreRequest
 from mainspring.base.params import StructuredOutputsParams
 from mainspring.base.protocols import Grammar
-from mainspring.grammar.library import make_matcher, make_tokenizer
-from mainspring.grammar.matcher import Matcher
 from mainspring.grammar.remember import Remembered, weight
 from mainspring.grammar.words import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from mainspring.grammar.matcher import Matcher
 
 TIMEOUT_S = 10.0
 NUM_THREADS = 2
@@ -57,15 +59,15 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """`vocab_size`: rows of the model's output, at least as many as the vocabulary has tokens."""
-        self._ends = vocabulary.end_ids
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._compiled: Remembered[StructuredOutputsParams, _Compiled] = Remembered(MAX_REMEMBERED_BYTES)
         self._jobs: dict[StructuredOutputsParams, _Job] = {}
         self._lock = threading.Lock()  # around `_jobs`
+        self._made: LLTokenizer | None = None
+        self._making = threading.Lock()  # around `_made`
         self._threads = ThreadPoolExecutor(NUM_THREADS, "mainspring-grammar")
-        self._tokenizer: Future[LLTokenizer] = self._threads.submit(
-            make_tokenizer, vocabulary.tokens, vocabulary.special_ids, vocabulary.end_ids, vocab_size
-        )
 
     def compile(self, request: EngineCoreRequest) -> Future[Grammar]:
         asked = request.structured_outputs
@@ -85,6 +87,9 @@ class Compiler:
             job.waiting.append((request, future))
         return future
 
+    def prepare(self) -> Future[bool]:
+        return self._threads.submit(lambda: self._tokenizer is not None)
+
     def close(self) -> None:
         """Idempotent. Who still waits is not answered: the engine has ended."""
         with self._lock:
@@ -101,7 +106,9 @@ class Compiler:
                 return
         result: _Compiled | GrammarError
         try:
-            result = _Compiled(make_matcher(self._tokenizer.result(), asked).matcher)
+            from mainspring.grammar.library import make_matcher
+
+            result = _Compiled(make_matcher(self._tokenizer, asked).matcher)
         except GrammarError as error:
             result = error
         except BaseException as error:  # the library's panics are no `Exception`
@@ -136,10 +143,26 @@ class Compiler:
         compiled.num_uses += 1
         if compiled.num_uses >= MAX_USES:
             self._compiled.drop(asked)
+        from mainspring.grammar.matcher import Matcher
+
         ends = set(request.stop_token_ids)
         if request.eos_token_id is not None:
             ends.add(request.eos_token_id)
-        return Matcher(compiled.matcher.deep_copy(), self._ends, ends, lambda: self._compiled.drop(asked))
+        known = self._vocabulary.end_ids
+        return Matcher(compiled.matcher.deep_copy(), known, ends, lambda: self._compiled.drop(asked))
+
+    @property
+    def _tokenizer(self) -> LLTokenizer:
+        """Made once; called in the threads."""
+        from mainspring.grammar.library import make_tokenizer
+
+        with self._making:
+            if self._made is None:
+                vocabulary = self._vocabulary
+                self._made = make_tokenizer(
+                    vocabulary.tokens, vocabulary.special_ids, vocabulary.end_ids, self._vocab_size
+                )
+            return self._made
 
     def _too_slow(self) -> GrammarError:
         return GrammarError(f"it takes longer than {self._timeout_s:g} s; simplify it")

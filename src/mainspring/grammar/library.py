@@ -81,7 +81,8 @@ def make_tokenizer(
 ) -> LLTokenizer:
     """`tokens[id]` is what a token says. `end_ids` end a text, where the grammar allows; at least one.
     `vocab_size` may be larger than there are tokens: models have more rows."""
-    words = _Tokens([*tokens, *[b""] * (vocab_size - len(tokens))], special_ids, end_ids[0])
+    padded = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
+    words = _Tokens(padded, [i for i in special_ids if i < vocab_size], end_ids[0])
     words.tokenizer = LLTokenizer(
         TokenizerWrapper(words), n_vocab=vocab_size, eos_token=list(end_ids), slices=LLTokenizer.json_slices()
     )
@@ -120,7 +121,7 @@ def _check_whitespace(tokenizer: LLTokenizer, asked: StructuredOutputsParams) ->
 
 
 def _worded(message: str) -> str:
-    """The library's message in one line, with the keyword at fault, and without advice that does not apply."""
+    """The library's message in one line, with the keyword at fault and without advice that does not apply."""
     line = one_line(message)
     if line.startswith("oneOf constraints are not supported"):
         return "oneOf is not supported where more than one of its schemas may fit; use anyOf"

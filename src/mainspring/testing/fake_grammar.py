@@ -87,6 +87,11 @@ class FakeGrammarCompiler:
         self._finish_due()
         return future
 
+    def prepare(self) -> Future[bool]:
+        prepared: Future[bool] = Future()
+        prepared.set_result(True)
+        return prepared
+
     def tick(self) -> None:
         """Time passes for everything that is being compiled."""
         self._now += 1
