@@ -59,8 +59,11 @@ T = TypeVar("T")
 class FakeStepExecutor:
     """Fits `base.protocols.Executor` and says `TOKEN` for every row; `executor_args` names the fake step."""
 
+    token = TOKEN
+    step_s = STEP_S
+
     def __init__(self, config: EngineConfig) -> None:
-        self._kind: str = config.executor_args["step"]
+        self._kind: str = config.executor_args.get("step", "none")
         self._sampling: Future[ModelRunnerOutput] = Future()
 
     def get_kv_cache_specs(self) -> list[KVCacheSpec]:
@@ -75,18 +78,18 @@ class FakeStepExecutor:
     def spend(self) -> None:
         """What a forward pass would take."""
         if self._kind == "busy":
-            end_s = time.monotonic() + STEP_S
+            end_s = time.monotonic() + self.step_s
             while time.monotonic() < end_s:
                 pass
         elif self._kind == "sleep":
-            time.sleep(STEP_S)
+            time.sleep(self.step_s)
 
     def execute_model(
         self, plan: SchedulerOutput, non_block: bool = True
     ) -> Future[ModelRunnerOutput | None]:
         self.spend()
         sampling = set(plan.sampling_rows)
-        tokens = [[TOKEN] if row in sampling else [] for row in range(plan.num_rows)]
+        tokens = [[self.token] if row in sampling else [] for row in range(plan.num_rows)]
         result = ModelRunnerOutput(tokens)
         self._sampling = _done(result)
         return _done(None if sampling else result)
