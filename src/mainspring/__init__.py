@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from mainspring.base.outputs import CompletionOutput, Logprob, RequestOutput
-    from mainspring.base.params import RequestOutputKind, SamplingParams
+    from mainspring.base.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mainspring.frontend.async_llm import AsyncLLM
     from mainspring.frontend.llm import LLM
     from mainspring.frontend.llm_engine import LLMEngine
@@ -49,6 +49,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -69,6 +70,7 @@ _HOME = {
     "RequestOutput": "base.outputs",
     "RequestOutputKind": "base.params",
     "SamplingParams": "base.params",
+    "StructuredOutputsParams": "base.params",
 }
 
 

@@ -59,3 +59,5 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
     metrics: RequestMetrics | None = None
+    # structured outputs asked for leniently: what of them is not enforced, a line each
+    warnings: list[str] | None = None

@@ -10,17 +10,20 @@ from mainspring.base.errors import RequestError
 from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
 from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
 from mainspring.cli.session import ENGINE_WORDS, answer, not_utf8, open_model, say_if_odd, standard_input
+from mainspring.cli.structure import add_structure_flags, structure
 
 EXAMPLES = (
     '--prompt "Once upon a time" --max-tokens 40',
     '--prompt "What is a mainspring?" --chat --temperature 0 --json',
     "--prompt - < letter.txt",
+    '--prompt "Is the sky blue?" --chat --choice yes --choice no',
 )
 
 
 def run(argv: list[str]) -> int:
     given = _parser(argv).read(argv)
     params = sampling_params(given)
+    params.structured_outputs = structure(given)
     prompt = _prompt(given)  # before the model: what is wrong here is wrong without it
     if getattr(given, "skip_tokenizer_init", False) and not given.json:
         raise RequestError("--skip-tokenizer-init leaves no text to show, only token ids; give --json too")
@@ -49,6 +52,7 @@ def _parser(argv: list[str]) -> Parser:
         help="take it as a question: apply the model's chat template",
     )
     add_sampling_flags(parser)
+    add_structure_flags(parser)
     add_engine_flags(parser, words=ENGINE_WORDS)
     add_common_flags(parser)
     return parser

@@ -14,7 +14,7 @@ import msgspec
 
 from mainspring.base.messages import EngineCoreRequest
 from mainspring.base.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
-from mainspring.base.params import MAX_SEED, RequestOutputKind
+from mainspring.base.params import MAX_SEED, RequestOutputKind, StructuredOutputsParams
 from mainspring.frontend.stats import RequestTally
 
 
@@ -52,6 +52,7 @@ class ParentRequest:
         "prompt_token_ids",
         "request_id",
         "tally",
+        "warnings",
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class ParentRequest:
         self.prompt_logprobs: PromptLogprobs | None = [None] if has_none else None
         self.tally = tally
         self.metrics = None if tally is None else RequestMetrics(request.arrival_time_s)
+        self.warnings = _not_enforced(request.structured_outputs)
         self._finished: list[CompletionOutput] = []  # FINAL_ONLY: ready, waiting for the others
 
     def collect(self, completion: CompletionOutput) -> RequestOutput | None:
@@ -95,10 +97,20 @@ class ParentRequest:
             self.prompt_logprobs,
             self.num_cached_tokens,
             _as_it_is(self.metrics),
+            self.warnings,
         )
         if self.kind == RequestOutputKind.DELTA:
             self.prompt_logprobs = None  # said once
         return output
+
+
+def _not_enforced(structure: StructuredOutputsParams | None) -> list[str] | None:
+    """Its verdict is known: what is not judged does not come here."""
+    if structure is None or not structure.lenient:
+        return None
+    from mainspring.grammar.check import check_structured_outputs
+
+    return list(check_structured_outputs(structure)) or None
 
 
 def _as_it_is(metrics: RequestMetrics | None) -> RequestMetrics | None:
