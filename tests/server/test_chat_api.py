@@ -403,7 +403,6 @@ def test_messages_that_are_none(paris, messages):
         {"thinking_token_budget": 5},
         {"kv_transfer_params": {"a": 1}},
         {"modalities": ["text", "audio"]},
-        {"best_of": 2},
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(paris, fields):

@@ -109,6 +109,21 @@ def test_tokens_that_read_alike():
             assert len(top) == 4, "the sampled one and three that are likelier"
 
 
+def test_the_best_of_several():
+    """More are made than shown, the likeliest first; all of them cost."""
+    texts = {0: "bbbb", 1: "aaaa", 2: "zzzz"}  # a lower id has a higher probability here
+
+    def script(request):
+        return text_script(texts[int(request.request_id[0])], end=False)
+
+    with scripted(script) as server:
+        body = server.complete(best_of=3, n=2, max_tokens=4).json
+        assert [choice["text"] for choice in body["choices"]] == ["aaaa", "bbbb"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1]
+        assert all(choice["logprobs"] is None for choice in body["choices"])
+        assert body["usage"]["completion_tokens"] == 12
+
+
 def test_ids_are_reported(server):
     body = server.complete(return_token_ids=True, max_tokens=2).json["choices"][0]
     assert (body["prompt_token_ids"], body["token_ids"]) == (TOY.encode("hello"), text_script(ANSWER)[:2])
@@ -167,7 +182,8 @@ def test_prompt_is_needed(server):
         ({"stop": [""]}, "stop"),
         ({"stop": [5]}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )

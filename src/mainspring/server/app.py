@@ -12,7 +12,7 @@ import hmac
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
 from logging import DEBUG, INFO
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def entries(settings: ServerSettings) -> list[Entry]:
 
 def make_app(service: Service) -> App:
     served = entries(service.settings)
-    service.document = document(served, bool(service.settings.api_key))
+    service.describe = cache(partial(document, served, bool(service.settings.api_key)))
     handlers = [(_handler(service, entry), entry) for entry in served]
     routes = [Route(entry.path, handler, methods=[entry.method]) for handler, entry in handlers]
     inner = Starlette(routes=routes, exception_handlers={HTTPException: _no_route})

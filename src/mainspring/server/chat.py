@@ -25,7 +25,7 @@ from mainspring.server.replies import (
     ChatReply,
 )
 from mainspring.server.requests import ChatRequest
-from mainspring.server.writing import Head, Reporting, Tally, check_no_error
+from mainspring.server.writing import Head, Reporting, Tally, best, check_no_error, fingerprint_at_end
 
 
 class ChatWriter:
@@ -65,7 +65,7 @@ class ChatWriter:
             id=head.id,
             created=head.created,
             model=head.model,
-            choices=[self._choice(answer) for answer in output.outputs],
+            choices=[self._choice(answer) for answer in best(output.outputs, self._n)],
             system_fingerprint=head.fingerprint,
             usage=self._tally.usage(cached),
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
@@ -138,7 +138,7 @@ class ChatWriter:
             choice.delta = ChatDelta()
         choice.finish_reason, choice.stop_reason = answer.finish_reason, answer.stop_reason
         chunk = self._chunk(choice)
-        chunk.system_fingerprint = self._head.fingerprint
+        chunk.system_fingerprint = fingerprint_at_end(self._head, self._reporting)
         return chunk
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:

@@ -23,7 +23,7 @@ from mainspring.server.replies import (
     CompletionReply,
 )
 from mainspring.server.requests import CompletionRequest
-from mainspring.server.writing import Head, Reporting, Tally, check_no_error
+from mainspring.server.writing import Head, Reporting, Tally, best, check_no_error, fingerprint_at_end
 
 Decode = Callable[[list[int]], str]
 
@@ -65,7 +65,8 @@ class CompletionWriter:
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._count(prompt_index, output)
-            choices += [self._choice(prompt_index, output, answer) for answer in output.outputs]
+            shown = best(output.outputs, self._n)
+            choices += [self._choice(prompt_index, output, answer) for answer in shown]
         head = self._head
         cached = CachedTokens(self._tally.num_cached_tokens, None) if self._reporting.cached_tokens else None
         return CompletionReply(
@@ -138,12 +139,12 @@ class CompletionWriter:
                 logprobs,
                 answer.finish_reason,
                 answer.stop_reason,
-                output.prompt_token_ids if is_first and self._with_ids else None,
+                output.prompt_token_ids if is_first and (self._with_ids or self._echo) else None,
                 answer.token_ids if self._with_ids else None,
             )
         )
         if answer.finish_reason is not None:
-            chunk.system_fingerprint = self._head.fingerprint
+            chunk.system_fingerprint = fingerprint_at_end(self._head, self._reporting)
         return chunk
 
     def _chunk(self, *choices: CompletionChunkChoice) -> CompletionChunk:

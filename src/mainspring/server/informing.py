@@ -125,4 +125,4 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 async def openapi(service: Service, request: Request) -> Response:
     """This document."""
-    return JSONReply(service.document)
+    return JSONReply(service.describe())

@@ -121,7 +121,9 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str | UnsetType | None = UNSET  # with the finish reason, and beside the usage
+    system_fingerprint: str | UnsetType | None = (
+        UNSET  # in the last, and with each finish reason if no usage follows
+    )
     prompt_token_ids: list[int] | UnsetType | None = UNSET  # in the first
     prompt_text: str | UnsetType | None = UNSET  # likewise
 
@@ -161,7 +163,7 @@ class CompletionChunkChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_token_ids: list[int] | None  # in a choice's first
+    prompt_token_ids: list[int] | None  # in a choice's first, if asked for or with echo
     token_ids: list[int] | None
 
 

@@ -83,13 +83,23 @@ def _params(
     given["logprobs"] = logprobs
     given["structured_outputs"] = structured_outputs(body)
     given["output_kind"] = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    if body.best_of is not None and body.best_of != (body.n or 1):
+    if chooses_best(body):
         _judge_best_of(body)
+        given["n"] = body.best_of
+        given["logprobs"] = 0 if logprobs is None else logprobs
     return SamplingParams(**given)
 
 
+def chooses_best(body: GenerationRequest) -> bool:
+    """Whether more answers are made than are shown."""
+    return body.best_of is not None and body.best_of != (body.n or 1)
+
+
 def _judge_best_of(body: GenerationRequest) -> None:
-    raise ApiError(400, "best_of is not supported; ask for n answers and choose among them", "best_of")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise ApiError(400, f"best_of {body.best_of} must be at least n {body.n or 1}", "best_of")
+    if body.stream:
+        raise ApiError(400, "the best of several cannot be streamed; leave out best_of or stream", "best_of")
 
 
 def _judge_stream(body: GenerationRequest) -> None:

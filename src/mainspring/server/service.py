@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -58,7 +58,7 @@ class Service:
         self._ailment: str | None = None  # what the last round trip found
         self._warned: set[str] = set()
         self.metrics = ServerMetrics(settings.metrics_prefix)
-        self.document: dict[str, Any] = {}  # of the API: see `openapi.py`
+        self.describe: Callable[[], dict[str, Any]] = dict  # the API's document: see `openapi.py`
 
     # --- phases ---------------------------------------------------------------------------------------------
 

@@ -85,6 +85,26 @@ class Tally:
         return sum(self._cached.values())
 
 
+def fingerprint_at_end(head: Head, reporting: Reporting) -> str | UnsetType:
+    """For the chunk that ends an answer; where the usage comes after it, that chunk has it."""
+    return UNSET if reporting.usage_at_end else head.fingerprint
+
+
 def check_no_error(answer: CompletionOutput) -> None:
     if answer.finish_reason == "error":
         raise ApiError(500, f"the answer failed: {answer.error or 'no cause is known'}")
+
+
+def best(answers: Sequence[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """All, if there are not more than `n`; else (`best_of`) the likeliest by log-probability per token, the
+    likeliest first, numbered anew."""
+    if len(answers) <= n:
+        return list(answers)
+
+    def mean(answer: CompletionOutput) -> float:
+        return (answer.cumulative_logprob or 0.0) / max(len(answer.token_ids), 1)
+
+    chosen = sorted(answers, key=mean, reverse=True)[:n]
+    for index, answer in enumerate(chosen):
+        answer.index = index
+    return chosen
