@@ -213,7 +213,8 @@ class Sampler {
     }
     run(num_rows, [&](int row, int thread) {
       const float* row_logits = logits.data() + int64_t{row} * vocab_size_;
-      kernels_.row_logprobs(row_logits, vocab_size_, token_ids.data()[row], k, scratch(thread), &results[row]);
+      const int token = token_ids.data()[row];
+      kernels_.row_logprobs(row_logits, vocab_size_, token, k, scratch(thread), &results[row]);
     });
     nb::list failures;
     for (size_t row = 0; row < num_rows; ++row) {

@@ -85,8 +85,7 @@ inline I32 lane_numbers() {
   return load(numbers);
 }
 
-// To the list's end go those of 16 lanes that `m` says. A list may be read and written at once, the writing
-// behind.
+// To the list's end go those of 16 lanes that `m` says. It may be the list being read, which is written behind.
 inline void append(List& list, Mask m, F32 value, I32 id) {
   store_packed(list.value + list.count, m, value);
   store_packed(list.id + list.count, m, id);
@@ -453,9 +452,8 @@ struct Tempering {
 };
 
 // The list of logits, divided by the temperature; and where `weight` is given, which takes each listed one's
-// e^(logit - top), the sum of that over all that count. `ids`: of the row; null: 0, 1, 2, ... The row may be
-// the list.
-double temper(const LogitRow& row, const int32_t* ids, const Tempering& t, List& list, float* weight) {
+// e^(logit - top), the sum of that over all that count.
+double temper(const LogitRow& row, const Tempering& t, List& list, float* weight) {
   const double reach = weight ? larger(t.lowest, t.top - 100.0) : t.lowest;  // e^-100 adds nothing
   const F32 lowest_undivided = splat(divides_below(reach, t.temperature));
   const F32 listed = splat(t.lowest > t.cut ? t.lowest : t.cut), divisor = splat(t.temperature);
@@ -476,14 +474,14 @@ double temper(const LogitRow& row, const int32_t* ids, const Tempering& t, List&
         part = part + select(near & not_less(y, splat(t.lowest)), w, splat(0.0f));
         store_packed(weight + list.count, m, w);
       }
-      if (m) append(list, m, y, ids ? load(ids + i) : lane_numbers() + splat(i));
+      if (m) append(list, m, y, lane_numbers() + splat(i));
     }
     total += sum(part);
   }
   return total;
 }
 
-// The logit below which min_p and top_k forbid; -inf: none. With top_k the scratch's list has what is not.
+// The divided logit below which min_p and top_k forbid; -inf: none. Logits that division makes equal are equal.
 float threshold(const LogitRow& row, float top, const RowRequest& r, Scratch& scratch) {
   double lowest = -kInfinity;
   if (r.min_p > 0) lowest = static_cast<float>(top + __builtin_log(r.min_p));
@@ -519,17 +517,12 @@ int draw_filtered(const LogitRow& row, int best, float top, const RowRequest& r,
   if (lowest == -kInfinity && r.top_p >= 1) return draw(row, nullptr, r.temperature, best, r);
   List& list = scratch.list;
   Tempering tempering{r.temperature, top, lowest, -kInfinity};
-  double total = 0;
   float* weight = nullptr;
   if (r.top_p < 1) {
     weight = scratch.weight;
     tempering.cut = nucleus_cut(r, top, row.count);
   }
-  if (r.top_k > 0 && r.top_k < row.count) {
-    total = temper({list.value, list.count, nullptr}, list.id, tempering, list, weight);
-  } else {
-    total = temper(row, nullptr, tempering, list, weight);
-  }
+  const double total = temper(row, tempering, list, weight);
   if (weight) keep_nucleus(r.top_p, total, scratch);
   const LogitRow rest{list.value, list.count, nullptr};
   float value;
@@ -562,7 +555,7 @@ void fill_logprobs(const LogitRow& row, float top, int token, int num_logprobs, 
                    RowResult* result) {
   const bool any = top > -kInfinity;
   const Tempering list_nothing{1.0f, top, -kInfinity, kInfinity};
-  const double total = any ? temper(row, nullptr, list_nothing, scratch.list, scratch.weight) : 1;
+  const double total = any ? temper(row, list_nothing, scratch.list, scratch.weight) : 1;
   const auto norm = static_cast<float>(top + __builtin_log(total));
   const auto logprob = [&](float x) {
     const float p = x - norm;

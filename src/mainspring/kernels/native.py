@@ -185,15 +185,26 @@ class NativeOps:
         Outputs that no row may take are not computed.
         """
         loaded = self._programs.get(("largest", walk)) or self._load("largest", walk, buffer)
-        masks = [mask if mask is None else np.ascontiguousarray(mask) for mask in masks]
+        num_words = -(-loaded.num_columns // 32)
         ids, values = loaded.program.run_argmax(
-            loaded.given, np.ascontiguousarray(rows), loaded.num_columns, masks
+            loaded.given,
+            np.ascontiguousarray(rows),
+            loaded.num_columns,
+            [mask if mask is None else _words(mask, num_words) for mask in masks],
         )
         return ids, values
+
+    def row_sampler(self, vocab_size: int) -> Any:
+        """What samples rows of logits on the threads of this backend: see `worker.sampler.RowSampler`."""
+        return self._native.Sampler(self.pool, self.variant, vocab_size)
 
     def read(self, buffer: str) -> Floats:
         rows: Floats = self._machine.rows(self._last[buffer])
         return rows
+
+    def row_sampler(self, vocab_size: int) -> Any:
+        """What samples rows of logits on these threads, a whole step in one call."""
+        return self._native.Sampler(self.pool, self.variant, vocab_size)
 
     # Recording.
 
@@ -343,6 +354,13 @@ class _Loaded(NamedTuple):
     last: dict[str, int]
     given: int  # where rows from outside go; -1: none
     num_columns: int  # of an argmax
+
+
+def _words(mask: Ints, num_words: int) -> Ints:
+    """A bit mask in so many words; what a short one does not name is not allowed."""
+    if len(mask) < num_words:
+        mask = np.concatenate([mask, np.zeros(num_words - len(mask), mask.dtype)])
+    return np.ascontiguousarray(mask)
 
 
 def _last_written(calls: Sequence[contract.Call]) -> str:

@@ -10,6 +10,8 @@ vocabulary put their logits side by side (`all_gather`). For one rank both are n
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from typing import Any
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
@@ -71,6 +73,18 @@ class Decoder:
         if largest is None:
             return None
         return lambda rows, masks=(): largest("chosen", rows, self._head, masks)
+
+    @property
+    def sampler(self) -> Any | None:
+        """The backend's sampler of rows of logits; None where it has none."""
+        make = getattr(self.ops, "row_sampler", None)
+        return None if make is None else make(self.vocab_size)
+
+    @property
+    def sampler(self) -> Any:
+        """What samples rows of logits in the place of numpy; None where the backend has nothing."""
+        make = getattr(self.ops, "row_sampler", None)
+        return None if make is None else make(self.vocab_size)
 
     def _layers(self, ops: Ops) -> None:
         ops.embedding("hidden", "embedding")
