@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "ceilings.h"
 #include "cpu.h"
 #include "pack.h"
 
@@ -203,6 +204,26 @@ nb::ndarray<nb::numpy, float> embed(const PackedMatrix& m, int row, const std::s
   return out;
 }
 
+nb::list measured_ceilings(const std::string& variant, int num_threads) {
+  if (num_threads < 1) throw std::invalid_argument("at least one thread");
+  std::vector<Ceilings> ceilings;
+  {
+    nb::gil_scoped_release unlocked;
+    ceilings = measure_ceilings(usable_variant(variant), num_threads);
+  }
+  nb::list found;
+  for (const Ceilings& c : ceilings) {
+    nb::dict entry;
+    entry["num_threads"] = c.num_threads;
+    entry["byte_products"] = c.byte_products;
+    entry["float_products"] = c.float_products;
+    entry["model_reads"] = c.model_reads;
+    entry["memory_reads"] = c.memory_reads;
+    found.append(entry);
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -225,4 +246,5 @@ void bind_linear(nb::module_& m) {
         "cut_panels"_a = 4, "seconds"_a = 0.02);
   m.def("encode", &encode, "x"_a, "variant"_a, "activations"_a = "int8");
   m.def("embed", &embed, "matrix"_a, "row"_a, "variant"_a);
+  m.def("measure_ceilings", &measured_ceilings, "variant"_a, "num_threads"_a);
 }

@@ -140,6 +140,9 @@ constexpr float kLogprobFloor = -9999.0f;
 constexpr int kSamplingArrays = 7;   // of scratch, each of as many floats as there are logits,
 constexpr int kSamplingSlack = 256;  // and so many more
 
+// Work to measure a machine by (ceilings.h).
+enum class Exercise : int32_t { ByteProducts, FloatProducts, Reads };
+
 // ---- the table --------------------------------------------------------------------------------------------
 
 struct Kernels {
@@ -176,6 +179,9 @@ struct Kernels {
   // Log-probabilities alone, of `token` and of the best.
   void (*row_logprobs)(const float* logits, int count, int token, int num_logprobs, float* scratch,
                        RowResult*);
+
+  // Returns how many operations, or bytes, that was; *result changes, so that the work cannot be left out.
+  int64_t (*exercise)(Exercise, const uint8_t* memory, int64_t num_bytes, int32_t* result);
 };
 
 extern const Kernels kernels_avx2;

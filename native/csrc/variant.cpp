@@ -19,6 +19,8 @@ namespace {
 
 #include "variant/sampling.h"  // rows of logits
 
+#include "variant/ceilings.h"  // work to measure the machine by
+
 }  // namespace
 
 #define TABLE_OF(name) kernels_##name
@@ -28,7 +30,7 @@ namespace {
 
 const Kernels TABLE(VARIANT) = {
     TEXT(VARIANT), linear, encode, embed, rms_norm, add, silu_mul, rope, write_kv, attend, argmax, sample_row,
-    row_logprobs,
+    row_logprobs, exercise,
 };
 
 }  // namespace mainspring

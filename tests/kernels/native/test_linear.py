@@ -1,8 +1,8 @@
 """The matrix kernels against their twins in numpy.
 
 What is compared is a matrix as the kernels see it (`Matrix.unpack`) and activations as they are encoded.
-Integer sums are exact. For the float steps the twin takes the kernels' order, each fused step as one rounding
-of its value in float64: that differs from a true fused step in the last bit once in millions of times, so ULPS
+Integer sums are exact. For the float steps the twin takes the kernels' order, each fused step as one rounding of
+its value in float64: that differs from a true fused step in the last bit once in millions of times, so ULPS
 are allowed.
 """
 
