@@ -646,3 +646,28 @@ def test_a_model_that_cannot_be_opened_is_one_line(
     assert out == ""
     assert re.match(line, err), err
     assert err.count("\n") == 1
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from mainspring.cli import main
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(["generate", "--model", "none"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["mainspring.cli.program", "mainspring.base.errors", "mainspring.cli.generate", "argparse"]
+)
+def test_ctrl_c_while_the_program_is_still_being_imported(module: str):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, module], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

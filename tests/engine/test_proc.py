@@ -24,7 +24,7 @@ from mainspring.base.messages import (
     UtilityOutput,
 )
 from mainspring.base.params import SamplingParams
-from mainspring.engine.mailbox import ClientGone, Refused
+from mainspring.engine.mailbox import ClientGone, ClientStalled, Refused
 from mainspring.engine.proc import SHUTTING_DOWN_TEXT, EngineCoreProc
 from mainspring.engine.wire import RequestType, Utility
 from mainspring.testing.fake_clock import FakeClock
@@ -243,6 +243,21 @@ def test_requests_of_a_client_that_is_gone_are_freed_and_others_untouched():
     assert (stats.num_running, stats.num_waiting) == (1, 0)
     assert len(loop.tokens("b")) < 8
     assert loop.tokens("c") == []
+    loop.assert_whole("a")
+
+
+def test_requests_of_a_client_that_reads_too_little_end_with_an_error_and_others_are_untouched():
+    loop = Loop(greedy("a"), greedy("b", client_index=1), greedy("c", client_index=1), max_num_seqs=2)
+    loop.run(
+        loop.add("a", "b", "c"),
+        None,
+        lambda: loop.mailbox.put(ABORT, ClientStalled(1)),
+        loop.add("c"),
+    )
+    loop.assert_beginning("b")
+    [told] = {output.error for output in loop.mailbox.said_to(1) if output.error is not None}
+    assert "did not read" in told
+    assert loop.reason("b") is FinishReason.ERROR
     loop.assert_whole("a")
 
 

@@ -420,6 +420,41 @@ def test_two_front_ends_of_one_core(place: Place):
     asyncio.run(main()).assert_whole()
 
 
+def test_a_front_end_that_is_stopped_does_not_stop_another_of_the_same_core(place: Place):
+    """Although there is more to say to it than sockets and queues hold: 200 messages of some 10 KiB."""
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=200, logprobs=20)
+    theirs = [structs.replace(request(f"theirs-{i}"), sampling_params=params) for i in range(32)]
+
+    async def main() -> None:
+        settings = {"max_num_seqs": 33, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 1025}
+        process = await asyncio.to_thread(lambda: CoreProcess(fake_config(settings=settings), num_clients=2))
+        client = AsyncMPClient(process)
+        other = FrontEnd(place, process.address, *theirs, text=JOINING_FRONT_END)
+        await asyncio.to_thread(other.wait_for, "token")
+        strike(other.process.pid, "SIGSTOP")
+        num_running = 32
+        while num_running:
+            journal = Journal(request("ours"))
+            await client.add_request(request("ours"))
+            while not journal.is_complete:
+                journal.take(await client.get_output())
+            journal.assert_whole()
+            num_running = (await client.call(GetStats())).num_running
+        os.kill(other.process.pid, signal.SIGCONT)
+
+        def has_heard_all() -> bool:
+            return all(len(other.tokens(message.request_id)) == 200 for message in theirs)
+
+        await asyncio.to_thread(wait_until, has_heard_all)
+        other.process.kill()
+        assert await asyncio.to_thread(other.end) == -signal.SIGKILL
+        await client.shutdown()
+        for message in theirs:
+            assert other.tokens(message.request_id) == right_answer(message).token_ids
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
 def test_a_front_end_that_joined_is_told_of_the_death_of_the_core(place: Place):
     process = CoreProcess(fake_config(step_s=STEP_S), num_clients=2)
     other = FrontEnd(place, process.address, request("theirs", 230), text=JOINING_FRONT_END)

@@ -6,6 +6,7 @@ import ast
 import pickle
 import queue
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,8 +29,10 @@ from mainspring.base.messages import (
     UtilityOutput,
 )
 from mainspring.base.params import SamplingParams
+from mainspring.engine import mailbox
 from mainspring.engine.conversation import CommandFailed, Conversation
-from mainspring.engine.mailbox import MAX_QUEUED_OUTPUTS, SEND_LINGER_S, ClientGone, Item, Refused, ZmqMailbox
+from mainspring.engine.mailbox import SEND_LINGER_S, ClientGone, ClientStalled, Item, Refused, ZmqMailbox
+from mainspring.engine.outbox import MAX_QUEUED_OUTPUTS
 from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
 
 NUM_CLIENTS = 2
@@ -38,11 +41,11 @@ NUM_CLIENTS = 2
 class PostOffice:
     """A mailbox, and sockets to it as its front ends have them."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, num_clients: int = NUM_CLIENTS) -> None:
         self.context = zmq.Context()
         self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.aborted: list[str] = []
-        addresses = [f"ipc://{directory}/output-{i}" for i in range(NUM_CLIENTS)]
+        addresses = [f"ipc://{directory}/output-{i}" for i in range(num_clients)]
         self.outputs = [self.context.socket(zmq.PULL) for _ in addresses]
         for socket, address in zip(self.outputs, addresses, strict=True):
             socket.setsockopt(zmq.RCVHWM, 1)
@@ -71,6 +74,9 @@ class PostOffice:
         assert self.outputs[client_index].poll(int(PATIENCE_S * 1000)), "nothing comes"
         return self.outputs[client_index].recv_multipart()
 
+    def is_full(self, client_index: int = 0) -> bool:
+        return self.mailbox._outboxes[client_index].is_full
+
     def close(self) -> None:
         self.mailbox.close()
         self.context.destroy(linger=0)
@@ -80,6 +86,15 @@ class PostOffice:
 def office() -> Iterator[PostOffice]:
     with tempfile.TemporaryDirectory(prefix="ms-") as directory:
         office = PostOffice(directory)
+        yield office
+        office.close()
+
+
+@pytest.fixture
+def lone_office() -> Iterator[PostOffice]:
+    """Of a core with one front end."""
+    with tempfile.TemporaryDirectory(prefix="ms-") as directory:
+        office = PostOffice(directory, num_clients=1)
         yield office
         office.close()
 
@@ -173,37 +188,36 @@ def test_a_message_of_a_client_that_there_is_not_is_dropped(office: PostOffice, 
 # -- back pressure -------------------------------------------------------------------------------------------
 
 
-def test_the_output_queue_is_bounded_and_aborts_drain_while_it_is_full(office: PostOffice):
+def test_the_output_queue_is_bounded_and_aborts_drain_while_it_is_full(lone_office: PostOffice):
     """Case B166: who does not read stops the loop and does not fill memory; nothing is lost by it."""
     body = 1000  # tokens: so that the sockets' own buffers fill soon
     delivered: list[int] = []
 
     def deliver_all() -> None:
         for i in range(2000):
-            office.mailbox.deliver({0: news(str(i), body)})
+            lone_office.mailbox.deliver({0: news(str(i), body)})
             delivered.append(i)
 
     delivering = in_thread(deliver_all)
-    wait_until(office.mailbox._output_queue.full, what="that the queue is full")
-    office.send(RequestType.ABORT.value, Codec().encode(["x", "y"]))
-    wait_until(lambda: office.aborted == ["x", "y"], what="that the aborts are seen")
+    wait_until(lone_office.is_full, what="that the queue is full")
+    lone_office.send(RequestType.ABORT.value, Codec().encode(["x", "y"]))
+    wait_until(lambda: lone_office.aborted == ["x", "y"], what="that the aborts are seen")
     assert not delivering.done()
-    assert office.mailbox._output_queue.qsize() <= MAX_QUEUED_OUTPUTS
     codec = Codec()
-    heard = [codec.decode_outputs(office.hear()[0]).outputs[0].request_id for _ in range(2000)]
+    heard = [codec.decode_outputs(lone_office.hear()[0]).outputs[0].request_id for _ in range(2000)]
     assert heard == [str(i) for i in range(2000)]
     delivering.result(PATIENCE_S)
 
 
-def test_a_malformed_message_does_not_wait_for_room(office: PostOffice):
+def test_a_malformed_message_does_not_wait_for_room(lone_office: PostOffice):
     """The thread that takes messages must go on while the output queue is full, or no abort comes through."""
-    delivering = in_thread(lambda: [office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
-    wait_until(office.mailbox._output_queue.full, what="that the queue is full")
-    office.send(RequestType.ADD.value, msgspec.msgpack.encode(["bad", "not tokens"]))
-    office.send(RequestType.ABORT.value, Codec().encode(["x"]))
-    wait_until(lambda: office.aborted == ["x"], what="that the abort is seen")
+    delivering = in_thread(lambda: [lone_office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
+    wait_until(lone_office.is_full, what="that the queue is full")
+    lone_office.send(RequestType.ADD.value, msgspec.msgpack.encode(["bad", "not tokens"]))
+    lone_office.send(RequestType.ABORT.value, Codec().encode(["x"]))
+    wait_until(lambda: lone_office.aborted == ["x"], what="that the abort is seen")
     for _ in range(2000):
-        office.hear()
+        lone_office.hear()
     delivering.result(PATIENCE_S)
 
 
@@ -220,6 +234,54 @@ def test_messages_wait_for_a_loop_that_is_busy_and_none_is_lost(office: PostOffi
     assert [p for kind, p in items if kind is RequestType.ABORT] == [[str(i)] for i in range(1, 5000, 2)]
     office.process_aborts()
     assert len(office.aborted) == 2500
+
+
+# -- several front ends --------------------------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_holds_no_other(office: PostOffice, monkeypatch: pytest.MonkeyPatch):
+    """Case B166: what is said to it is stored; beyond the bound the loop is told, and still nothing
+    that was said is lost."""
+    monkeypatch.setattr(mailbox, "MAX_STORED_BYTES", 50_000)
+    started_s = time.monotonic()
+    for i in range(2000):
+        office.mailbox.deliver({0: news(str(i), 1000), 1: news(str(i))})
+        assert Codec().decode_outputs(office.hear(1)[0]).outputs[0].request_id == str(i)
+    assert time.monotonic() - started_s < PATIENCE_S / 2
+    stalled = office.receive(1)
+    assert stalled[0] == (RequestType.ABORT, ClientStalled(0))
+    heard = [Codec().decode_outputs(office.hear()[0]).outputs[0].request_id for _ in range(2000)]
+    assert heard == [str(i) for i in range(2000)]
+    wait_until(lambda: not office.is_full(0))
+    office.mailbox.receive(wait=False)
+    office.mailbox.deliver({0: news("after")})
+    assert Codec().decode_outputs(office.hear()[0]).outputs[0].request_id == "after"
+    assert office.mailbox.receive(wait=False) == []
+
+
+# -- who encodes ---------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_encoded_by_the_output_thread_and_order_is_kept(
+    office: PostOffice, monkeypatch: pytest.MonkeyPatch
+):
+    """They may be long, and the loop goes on; what is said behind them must not overtake them."""
+    encoders: set[str] = set()
+    encode = Codec.encode
+
+    def watched(codec: Codec, message: object) -> bytes:
+        encoders.add(threading.current_thread().name)
+        return encode(codec, message)
+
+    monkeypatch.setattr(Codec, "encode", watched)
+    one = TokenLogprobs(np.zeros((1, 50), np.int32), np.zeros((1, 50), np.float32), np.ones(1, np.int32))
+    for i in range(100):
+        office.mailbox.deliver({0: news(str(2 * i))})
+        output = EngineCoreOutput(str(2 * i + 1), [1], new_logprobs=one)
+        office.mailbox.deliver({0: EngineCoreOutputs(outputs=[output])})
+    heard = [Codec().decode_outputs(office.hear()[0]).outputs[0].request_id for _ in range(200)]
+    assert heard == [str(i) for i in range(200)]
+    assert encoders == {"mainspring-output-0"}
 
 
 # -- clients that are gone -----------------------------------------------------------------------------------
@@ -246,7 +308,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_death_from_others(office:
     office.mailbox.deliver({1: news("b")})
     office.hear(1)
     filling = in_thread(lambda: [office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
-    wait_until(office.mailbox._output_queue.full, what="that the queue is full")
+    wait_until(office.is_full, what="that the queue is full")
     died_s = time.monotonic()
     office.mailbox.announce_death("ValueError: planned")
     assert office.hear(1) == [ENGINE_CORE_DEAD, b"ValueError: planned"]
@@ -254,11 +316,11 @@ def test_a_client_that_does_not_read_does_not_keep_the_death_from_others(office:
     filling.result(PATIENCE_S)
 
 
-def test_at_the_end_who_does_not_read_holds_nobody(office: PostOffice):
+def test_at_the_end_who_does_not_read_holds_nobody(lone_office: PostOffice):
     """The loop is let go on, to its own end."""
-    filling = in_thread(lambda: [office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
-    wait_until(office.mailbox._output_queue.full, what="that the queue is full")
-    office.mailbox.hurry()
+    filling = in_thread(lambda: [lone_office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
+    wait_until(lone_office.is_full, what="that the queue is full")
+    lone_office.mailbox.hurry()
     filling.result(DEATH_BOUND_S)
 
 
@@ -286,7 +348,7 @@ def test_closing_is_bounded_when_nobody_reads():
     with tempfile.TemporaryDirectory(prefix="ms-") as directory:
         office = PostOffice(directory)
         filling = in_thread(lambda: [office.mailbox.deliver({0: news("a", 1000)}) for _ in range(2000)])
-        wait_until(office.mailbox._output_queue.full, what="that the queue is full")
+        wait_until(office.is_full, what="that the queue is full")
         started_s = time.monotonic()
         office.mailbox.close()
         assert time.monotonic() - started_s < SEND_LINGER_S

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,12 +14,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tools import Place, fake_config, own_place, request
+from process_tools import (
+    DEATH_BOUND_S,
+    FACTS,
+    PATIENCE_S,
+    Journal,
+    Place,
+    fake_config,
+    in_thread,
+    own_place,
+    read_all,
+    request,
+    wait_until,
+)
 
-from mainspring.base.errors import ConfigError
+from mainspring.base.config import EngineArgs
+from mainspring.base.errors import ConfigError, EngineDeadError
+from mainspring.base.messages import GetStats
 from mainspring.engine.launch import CoreProcess
+from mainspring.engine.socket_folder import FORGOTTEN_S, PREFIX
+from mainspring.frontend.llm_engine import LLMEngine, make_processors
 
-PATIENCE_S = 20.0
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Where sockets can be."""
+    with tempfile.TemporaryDirectory(prefix="ms-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -89,6 +112,166 @@ def test_a_file_in_the_current_folder_is_no_module_of_the_core(tmp_path: Path):
         "-P",
     )
     assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
+
+
+# -- a start that is given up --------------------------------------------------------------------------------
+
+STOPS_WHILE_LOADING = """
+    import asyncio, os, signal, sys, tempfile, threading, time
+    from pathlib import Path
+    from process_tools import fake_config
+    from mainspring.engine.client import EngineCoreClient
+
+    mark = Path("mark")
+    tempfile.tempdir = os.getcwd()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def strike():
+        while not (mark.exists() and mark.read_text()):
+            time.sleep(0.01)
+        os.kill(int(mark.read_text()), signal.SIGSTOP)
+        print(time.monotonic(), flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=strike, daemon=True).start()
+    config = fake_config(phase="loading", deed="sleep", nap_s=600.0, mark=str(mark))
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "EngineCoreClient.make_client(config)",
+        "asyncio.run(EngineCoreClient.make_async_client(config))",
+    ],
+)
+def test_ctrl_c_while_a_core_that_is_stopped_loads(short_folder: Path, start: str):
+    """Case B007: it cannot be asked to end, so it is ended by force; nobody waits until it might be ready."""
+    text = textwrap.dedent(STOPS_WHILE_LOADING) + start
+    done = run_script(text, short_folder)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert time.monotonic() - float(done.stdout) < 5.0
+    assert not list(short_folder.glob("mainspring-*"))
+    pid = int((short_folder / "mark").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_core_that_is_told_to_end_while_it_loads_does_so_at_once(place: Place):
+    """It does not load to the end first."""
+    launching = in_thread(lambda: place.client(fake_config(phase="loading", deed="sleep", mark=place.mark)))
+    os.kill(place.wait_for_mark(), signal.SIGTERM)
+    told_s = time.monotonic()
+    with pytest.raises(EngineDeadError, match="was starting: it was told to end"):
+        launching.result(PATIENCE_S)
+    assert time.monotonic() - told_s < DEATH_BOUND_S
+
+
+# -- a core that does not answer -----------------------------------------------------------------------------
+
+
+def test_a_command_to_a_stopped_core_can_have_a_limit(place: Place):
+    """Case B004. What it answers later disturbs nobody."""
+    client = place.client(fake_config())
+    engine = LLMEngine(client, *make_processors(EngineArgs(), FACTS, None, client.max_model_len))
+    engine.check_health(PATIENCE_S)
+    os.kill(client.process.pid, signal.SIGSTOP)
+    asked_s = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"does not answer within 0\.3 s"):
+        client.call(GetStats(), timeout_s=0.3)
+    with pytest.raises(EngineDeadError, match=r"does not answer within 0\.3 s"):
+        engine.check_health(timeout_s=0.3)
+    assert time.monotonic() - asked_s < 2.0
+    os.kill(client.process.pid, signal.SIGCONT)
+    assert client.call(GetStats(), timeout_s=PATIENCE_S).num_running == 0
+    journal = Journal(request("a"))
+    client.add_request(request("a"))
+    read_all(client, journal).assert_whole()
+
+
+# -- files and folders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["make_client(config)", "make_client(config, in_process=True)"])
+def test_too_few_open_files_are_an_error_that_names_the_limit(short_folder: Path, start: str):
+    text = f"""
+        import resource
+        from process_tools import fake_config
+        from mainspring.base.errors import ConfigError
+        from mainspring.engine.client import EngineCoreClient
+
+        config = fake_config()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+        try:
+            EngineCoreClient.{start}.shutdown()
+        except ConfigError as error:
+            print(error)
+        """
+    done = run_script(text, short_folder)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    if "in_process" in start:
+        assert done.stdout == ""
+    else:
+        assert "this process may have 16 files open" in done.stdout
+        assert "ulimit -n" in done.stdout
+
+
+def test_the_files_that_are_asked_for_are_enough(short_folder: Path):
+    """With as many descriptors free as are demanded a core is started, used and ended."""
+    text = """
+        import os, resource
+        from process_tools import Journal, fake_config, read_all, request
+        from mainspring.engine import launch
+        from mainspring.engine.client import EngineCoreClient
+
+        config = fake_config()
+        limit = len(os.listdir("/dev/fd")) + launch.NUM_FILES + 4
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        client = EngineCoreClient.make_client(config)
+        client.add_request(request("a"))
+        read_all(client, Journal(request("a"))).assert_whole()
+        client.shutdown()
+        print("served")
+        """
+    done = run_script(text, short_folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "served\n", ""), done.stderr
+
+
+def sockets_of(place: Place) -> list[str]:
+    return [path.name for path in place.path.iterdir() if path.name.startswith(PREFIX)]
+
+
+@pytest.mark.parametrize("blow", [signal.SIGTERM, signal.SIGKILL])
+def test_the_folder_of_the_sockets_goes_with_the_core(place: Place, blow: signal.Signals):
+    """So nothing is left where its front end is killed afterwards: an idle one sees the end when it looks."""
+    client = place.client(fake_config())
+    assert sockets_of(place)
+    os.kill(client.process.pid, blow)
+    if blow is signal.SIGKILL:
+        with pytest.raises(EngineDeadError):
+            client.call(GetStats())
+    wait_until(lambda: not sockets_of(place), DEATH_BOUND_S, "that the folder is gone")
+
+
+def test_folders_that_were_forgotten_are_removed_and_no_others(place: Place):
+    """Left by a core and a front end that were killed at once."""
+    old_s = time.time() - 2 * FORGOTTEN_S
+    names = {name: place.path / f"{PREFIX}{name}" for name in ("forgotten", "fresh", "held", "a file")}
+    for name, path in names.items():
+        path.touch() if name == "a file" else path.mkdir()
+        if name != "fresh":
+            os.utime(path, (old_s, old_s))
+    (names["forgotten"] / "input").touch()
+    os.utime(names["forgotten"], (old_s, old_s))
+    held = os.open(names["held"], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    client = place.client(fake_config())
+    client.shutdown()
+    assert {name for name, path in names.items() if path.exists()} == {"fresh", "held", "a file"}
+    os.close(held)
+    names["a file"].unlink()
+    for name in ("fresh", "held"):
+        names[name].rmdir()
 
 
 def test_a_folder_too_long_for_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

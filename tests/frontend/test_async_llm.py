@@ -924,3 +924,24 @@ def test_script_that_forgets_everything(smollm2):
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "enough\n", "")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_loop_that_is_never_run_again_is_no_traceback(smollm2):
+    """Neither closed nor run to the end; a request is live, and its stream is held."""
+    program = f"""
+        import asyncio
+        from mainspring import AsyncEngineArgs, AsyncLLM, SamplingParams
+
+        args = AsyncEngineArgs(model={str(smollm2)!r}, executor={FAKE!r}, num_gpu_blocks_override=64,
+                               max_model_len=256, disable_log_stats=False)
+        llm = AsyncLLM.from_engine_args(args)
+        stream = llm.generate("Hello", SamplingParams(max_tokens=100, ignore_eos=True), "a")
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(anext(stream))
+        print("enough")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "enough\n", "")

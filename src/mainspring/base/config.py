@@ -194,6 +194,12 @@ class EngineArgs:
     )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
     log_iteration_details: bool = field(default=False, metadata={"help": "a log line for each step"})
+    shutdown_timeout: float = field(
+        default=0.0,
+        metadata={
+            "help": "seconds for requests to finish at a shutdown; what is left is aborted"
+        },
+    )
     in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
     executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
     tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
@@ -422,6 +428,10 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         args.num_threads is None or args.num_threads <= num_cpus,
         f"num_threads {args.num_threads} must be at most {num_cpus}, the cores that may be used: threads "
         "that share a core wait for each other, and every step takes many times as long",
+    )
+    require(
+        args.shutdown_timeout >= 0.0 and math.isfinite(args.shutdown_timeout),
+        f"shutdown_timeout {args.shutdown_timeout} must be 0 seconds or more",
     )
     require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
     if wrong:

@@ -7,6 +7,18 @@ Rules.
    standard error.
 """
 
-from mainspring.cli.program import main
+from __future__ import annotations
 
-__all__ = ["main"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Entry point of the script `mainspring`."""
+    try:
+        from mainspring.cli import program
+
+        return program.main(argv)
+    except KeyboardInterrupt:  # also while all of it is still being imported
+        return 130

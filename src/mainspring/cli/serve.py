@@ -41,7 +41,8 @@ EXAMPLES = (
     "--config server.yaml",
 )
 EVERYDAY = ("host", "port", "api_key", "served_model_name", "shutdown_timeout")
-OURS = ("model", "served_model_name", "in_process")  # of the engine's settings: taken in another way here
+# of the engine's settings: taken in another way here
+OURS = ("model", "served_model_name", "shutdown_timeout", "in_process")
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "yaml": "pyyaml"}  # module -> what to install
 
 # vLLM's flags that change nothing here, with a value and without
@@ -258,7 +259,8 @@ def _engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
     named = getattr(given, "model_tag", None)
     if named is not None and found.setdefault("model", named) != named:
         raise ConfigError(f"MODEL {named!r} and --model {found['model']!r} differ; give one")
-    found.pop("served_model_name", None)
+    for name in ("served_model_name", "shutdown_timeout"):  # the server's own
+        found.pop(name, None)
     return {"disable_log_stats": False} | found
 
 

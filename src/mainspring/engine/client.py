@@ -61,8 +61,10 @@ class EngineCoreClient(ABC):
     def abort_requests(self, request_ids: list[str]) -> None: ...
 
     @abstractmethod
-    def call(self, command: Command) -> CommandResult:
-        """Raises what the command raised."""
+    def call(self, command: Command, timeout_s: float | None = None) -> CommandResult:
+        """Raises what the command raised, and `TimeoutError` if there is no answer within `timeout_s`: by
+        default an answer is waited for as long as the core lives, which may be in a long step, or stopped. In
+        process there is nothing to wait for, and no limit."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -91,7 +93,7 @@ class InprocClient(EngineCoreClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         self._core.abort_requests(request_ids)
 
-    def call(self, command: Command) -> CommandResult:
+    def call(self, command: Command, timeout_s: float | None = None) -> CommandResult:
         answer = self._core.call(command)
         if not isinstance(answer, Future):
             return answer

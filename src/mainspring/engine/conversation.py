@@ -22,9 +22,7 @@ from mainspring.base.messages import (
     Profile,
     SchedulerStats,
 )
-from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
-
-Frames = list[bytes]
+from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, Frames, RequestType, Utility
 
 RESULT_TYPES: dict[type, Any] = {GetStats: SchedulerStats, Profile: str | None}  # of others bool
 

@@ -6,8 +6,7 @@ configuration and then stays open, so that it sees our end; a second pipe carrie
 
 It leads a session of its own: Ctrl-C in a terminal is for us, who may only want an answer to stop.
 
-The folder of the sockets is removed by us when we end, also without `close`, and by the child when it
-outlives us; so it is left behind only if both are killed.
+The folder of the sockets is removed by whoever of the two sees the child's end (`socket_folder.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
-import shutil
 import signal
 import site
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -34,10 +33,13 @@ from mainspring.base import errors
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.engine.proc import HANDSHAKE_VERSION, Failed, Hello, LaunchConfig, Ready
+from mainspring.engine.socket_folder import SocketFolder
 
 READY_TIMEOUT_S = 600.0
+LOOK_S = 0.1  # how often is looked whether a start was given up
 KILL_AFTER_S = 5.0  # beyond what draining may take
-MAX_DIRECTORY_BYTES = 90  # a socket's path may have some 107, its name in the folder included
+GIVE_UP_S = 1.0  # for a child that does not serve yet: nobody's request ends with it
+NUM_FILES = 28  # descriptors that must be free, half of which are used: a socket that gets none may abort
 _Message = Hello | Ready | Failed
 ConfigSource = EngineConfig | Callable[[], EngineConfig]  # a function is called once it is needed
 
@@ -55,19 +57,27 @@ class CoreProcess:
     """A running core. `close` ends it; so does our own end, in whatever way."""
 
     def __init__(
-        self, config: ConfigSource, *, num_clients: int = 1, shutdown_timeout_s: float = 0.0
+        self,
+        config: ConfigSource,
+        *,
+        num_clients: int = 1,
+        shutdown_timeout_s: float = 0.0,
+        given_up: threading.Event | None = None,
     ) -> None:
         """Returns once it is ready. Raises what it raised: `ConfigError`, `CheckpointError`, or
-        `EngineDeadError` with the process's end and its cause."""
-        self.directory = _make_directory()
-        self.input_address = f"ipc://{self.directory}/input"
-        self.output_addresses = [f"ipc://{self.directory}/output-{i}" for i in range(num_clients)]
+        `EngineDeadError` with the process's end and its cause. It is ended if anything is raised here, also
+        by Ctrl-C, and if another thread sets `given_up` meanwhile."""
+        _check_open_files(NUM_FILES + 4 * num_clients)
+        self._folder = SocketFolder()
+        self.input_address = f"ipc://{self._folder.path}/input"
+        self.output_addresses = [f"ipc://{self._folder.path}/output-{i}" for i in range(num_clients)]
         self._shutdown_timeout_s = shutdown_timeout_s
+        self._given_up = given_up
         read_end, write_end = os.pipe()
         try:
             self.process = subprocess.Popen(
                 # -P: what lies in the current folder must not be taken for a module.
-                [sys.executable, "-P", "-m", "mainspring.engine.proc", str(write_end), self.directory],
+                [sys.executable, "-P", "-m", "mainspring.engine.proc", str(write_end), self._folder.path],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_end,),
                 start_new_session=True,
@@ -75,16 +85,16 @@ class CoreProcess:
             )
         except BaseException:
             os.close(read_end)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            self._folder.remove()
             raise
         finally:
             os.close(write_end)
-        self._release = weakref.finalize(self, _release, self.process, self.directory, os.getpid())
+        self._release = weakref.finalize(self, _release, self.process, self._folder, os.getpid())
         try:
             with os.fdopen(read_end, "rb", buffering=0) as handshake:
                 self.ready = self._shake_hands(handshake.fileno(), config)
         except BaseException:
-            self.close(timeout_s=0.0)
+            self._end(GIVE_UP_S)
             raise
 
     @property
@@ -101,13 +111,16 @@ class CoreProcess:
         status = self.process.poll()
         if status is None:
             return None
+        self._folder.remove()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the engine core's process (pid {self.pid}) {how}"
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self) -> None:
         """Ask it to end, wait, and end it by force if it does not. Idempotent."""
-        wait_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
-        _end(self.process, self.directory, wait_s + KILL_AFTER_S)
+        self._end(self._shutdown_timeout_s + KILL_AFTER_S)
+
+    def _end(self, kill_after_s: float) -> None:
+        _end(self.process, self._folder, kill_after_s)
         self._release.detach()
 
     def _shake_hands(self, handshake: int, config: ConfigSource) -> Ready:
@@ -163,11 +176,13 @@ class CoreProcess:
     def _read(self, handshake: int, size: int, deadline_s: float) -> bytes:
         data = b""
         while len(data) < size:
-            wait_s = deadline_s - time.monotonic()
-            if wait_s <= 0 or not _is_readable(handshake, wait_s):
-                raise EngineDeadError(
-                    f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
-                )
+            while not _is_readable(handshake, LOOK_S):
+                if time.monotonic() > deadline_s:
+                    raise EngineDeadError(
+                        f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
+                    )
+                if self._given_up is not None and self._given_up.is_set():
+                    raise EngineDeadError("the start of the engine core was given up")
             piece = os.read(handshake, size - len(data))
             if not piece:
                 self.process.wait()
@@ -221,7 +236,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _end(process: subprocess.Popen[bytes], directory: str, kill_after_s: float) -> None:
+def _end(process: subprocess.Popen[bytes], folder: SocketFolder, kill_after_s: float) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -234,25 +249,23 @@ def _end(process: subprocess.Popen[bytes], directory: str, kill_after_s: float) 
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
-    shutil.rmtree(directory, ignore_errors=True)
+    folder.remove()
 
 
-def _release(process: subprocess.Popen[bytes], directory: str, owner: int) -> None:
+def _release(process: subprocess.Popen[bytes], folder: SocketFolder, owner: int) -> None:
     """Nobody holds the `CoreProcess` any more, or the interpreter ends."""
     if os.getpid() == owner:  # a forked child has a copy of us, but the core is not its
-        _end(process, directory, KILL_AFTER_S)
+        _end(process, folder, KILL_AFTER_S)
 
 
-def _make_directory() -> str:
-    """A folder for the sockets, readable by us alone. Their paths are bounded by the system."""
-    directory = tempfile.mkdtemp(prefix="mainspring-")
-    if len(os.fsencode(directory)) > MAX_DIRECTORY_BYTES:
-        os.rmdir(directory)
+def _check_open_files(num_needed: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/dev/fd"))
+    if limit != resource.RLIM_INFINITY and limit - num_open < num_needed:
         raise ConfigError(
-            f"the folder for temporary files is too long for sockets ({tempfile.gettempdir()}): "
-            "set TMPDIR to a shorter one, or in_process=True"
+            f"this process may have {limit} files open and has {num_open}; an engine core needs {num_needed} "
+            "more: raise the limit (ulimit -n), or set in_process=True"
         )
-    return directory
 
 
 def _python_path() -> str:

@@ -1,22 +1,24 @@
-"""The core's post: two threads between ZMQ sockets and two queues, so that (de)serialisation overlaps the
-forward pass.
+"""The core's post: threads and queues between its loop and the ZMQ sockets of its front ends, so that
+(de)serialisation overlaps the forward pass.
 
-Rule 1. The loop touches no socket. The input thread decodes what arrives and queues it; the output thread
-        encodes what is queued and sends it.
+Rule 1. The input thread decodes what arrives and queues it. What is said goes to the outbox of its front end,
+        which has a queue and a thread (`outbox.py`).
 Rule 2. An abort is queued twice: eagerly, to be seen during a step, and in order, to find a request whose ADD
         is still before it.
-Rule 3. The output queue is bounded: if nobody reads, the loop waits in `deliver`, where aborts still count.
+Rule 3. Outboxes are bounded. If the only front end does not read, the loop waits in `deliver`, where aborts
+        still count. Where there are others they shall not wait with it: what is said to it is stored, up to
+        `MAX_STORED_BYTES`, and then its requests end.
 Rule 4. A message that does not decode, or names a client that there is not, hurts its sender's request alone.
         A thread that fails reports why, as an item of the input, and the loop ends with that cause.
-Rule 5. While the core lives, a client that does not read holds everybody; at its end, nobody.
+Rule 5. At the core's end a client that does not read holds nobody.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,21 +34,26 @@ from mainspring.base.messages import (
     FinishReason,
     UtilityOutput,
 )
+from mainspring.engine.outbox import MAX_QUEUED_OUTPUTS, POLL_S, Outbox
 from mainspring.engine.wire import ENGINE_CORE_DEAD, Codec, RequestType, Utility
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_OUTPUTS = 64  # steps that nobody has read: then the loop waits
+MAX_STORED_BYTES = 1 << 26  # for one front end, which has some 1,000 steps in its sockets besides
 SEND_LINGER_S = 4.0  # what was said last is given this long to leave
-LAST_WORD_S = 0.5  # at the end, a client that takes nothing for so long is not waited for
-POLL_S = 0.1
-HANDOVER_S = 0.001  # after a step, at most, for the output thread to take what there is
 RECONNECT_MS, MAX_RECONNECT_MS = 1, 100  # a front end binds its end just after it heard READY
 
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
     """A front end has disconnected: its requests are nobody's."""
+
+    client_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStalled:
+    """A front end has not read for too long: its requests can be told no more."""
 
     client_index: int
 
@@ -59,9 +66,8 @@ class Refused:
     answer: EngineCoreOutputs
 
 
-Payload = EngineCoreRequest | list[str] | Utility | ClientGone | Refused | str | None
+Payload = EngineCoreRequest | list[str] | Utility | ClientGone | ClientStalled | Refused | str | None
 Item = tuple[RequestType, Payload]
-Delivery = tuple[int, EngineCoreOutputs]
 
 
 class Mailbox(Protocol):
@@ -91,15 +97,13 @@ class ZmqMailbox:
         self._aborts_queue = aborts_queue
         self._process_aborts = process_aborts
         self._input_queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._output_queue: queue.Queue[Delivery | bytes | None] = queue.Queue(MAX_QUEUED_OUTPUTS)
-        self._gone: set[int] = set()
-        self._ending = False
         self._closing = False
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
         self._input.setsockopt(zmq.RCVHWM, 0)
         self._input.bind(input_address)
         self._outputs = [self._context.socket(zmq.PUSH) for _ in output_addresses]
+        self._outboxes = [Outbox(socket) for socket in self._outputs]
         self._monitors = []
         for socket, address in zip(self._outputs, output_addresses, strict=True):
             socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_OUTPUTS)
@@ -111,7 +115,10 @@ class ZmqMailbox:
             socket.connect(address)
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=f"mainspring-{name}", daemon=True)
-            for run, name in ((self._run_input, "input"), (self._run_output, "output"))
+            for run, name in (
+                (self._run_input, "input"),
+                *((outbox.run, f"output-{i}") for i, outbox in enumerate(self._outboxes)),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -131,47 +138,42 @@ class ZmqMailbox:
                 return items
 
     def deliver(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        for delivery in outputs.items():
-            while not self._closing:
-                try:
-                    self._output_queue.put(delivery, timeout=POLL_S)
-                    break
-                except queue.Full:
+        for client_index, news in outputs.items():
+            outbox = self._outboxes[client_index]
+            if len(self._outboxes) > 1:
+                if not outbox.say(news, wait_s=0.0) and outbox.store(news) > MAX_STORED_BYTES:
+                    self.post(RequestType.ABORT, ClientStalled(client_index))
+            else:
+                while not outbox.say(news, wait_s=POLL_S) and not self._closing:
                     self._process_aborts()
-        if outputs:
-            self._make_way()
-
-    def _make_way(self) -> None:
-        """Wait until the output thread has taken what was put. Without it, where the loop keeps the
-        interpreter, the thread gets that only after a whole switch interval, and falls ever further behind.
-        """
-        taken = self._output_queue.all_tasks_done
-        with taken:
-            taken.wait_for(lambda: not self._output_queue.unfinished_tasks, HANDOVER_S)
 
     def hurry(self) -> None:
         """From now on who does not read is not waited for. From any thread."""
-        self._ending = True
+        for outbox in self._outboxes:
+            outbox.is_hurried = True
 
     def announce_death(self, cause: str) -> None:
         self.hurry()
-        try:
-            self._output_queue.put(cause.encode(), timeout=SEND_LINGER_S)
-        except queue.Full:
-            logger.error("no front end reads; the cause of death is said to nobody: %s", cause)
+        for outbox in self._outboxes:
+            outbox.store([ENGINE_CORE_DEAD, cause.encode()])
 
     def close(self) -> None:
         """Send what is queued, for a bounded time, and let the sockets go."""
         self.hurry()
-        with contextlib.suppress(queue.Full):  # nobody reads, and nobody will
-            self._output_queue.put(None, timeout=SEND_LINGER_S)
-        self._threads[1].join(SEND_LINGER_S)
+        deadline_s = time.monotonic() + SEND_LINGER_S
+        for outbox in self._outboxes:
+            outbox.end()
+        for thread in self._threads[1:]:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         self._closing = True
+        for outbox in self._outboxes:
+            outbox.is_closing = True
         for thread in self._threads:
             thread.join(10 * POLL_S)
-        for client_index in self._gone:
-            self._outputs[client_index].close(linger=0)  # what is queued for it would be waited for
-        for socket in (*self._monitors, self._input, *self._outputs):
+        for socket, outbox in zip(self._outputs, self._outboxes, strict=True):
+            # What is queued for who does not read would be waited for.
+            socket.close(linger=0 if outbox.is_gone else None)
+        for socket in (*self._monitors, self._input):
             socket.close()
         self._context.term()
 
@@ -195,7 +197,7 @@ class ZmqMailbox:
                 else:
                     socket.recv_multipart()
                     client_index = self._monitors.index(socket)
-                    self._gone.add(client_index)
+                    self._outboxes[client_index].is_gone = True
                     self.post(RequestType.ABORT, ClientGone(client_index))
 
     def _take(self, codec: Codec, frames: list[bytes]) -> None:
@@ -209,7 +211,7 @@ class ZmqMailbox:
         elif payload.client_index not in range(len(self._outputs)):
             logger.error("a message of client %d is dropped: there is none", payload.client_index)
             return
-        elif payload.client_index in self._gone:
+        elif self._outboxes[payload.client_index].is_gone:
             return  # it was sent before, and arrives after, the end of its client
         self._input_queue.put((kind, payload))
 
@@ -232,27 +234,3 @@ class ZmqMailbox:
             return
         if client_index in range(len(self._outputs)):
             self.post(kind, Refused(client_index, answer))  # sent by the loop: we must not wait for room
-
-    def _run_output(self) -> None:
-        codec = Codec()
-        while (item := self._output_queue.get()) is not None:
-            self._output_queue.task_done()
-            if isinstance(item, bytes):
-                for client_index in range(len(self._outputs)):
-                    self._send(client_index, [ENGINE_CORE_DEAD, item])
-            else:
-                client_index, outputs = item
-                self._send(client_index, [codec.encode(outputs)])
-
-    def _send(self, client_index: int, frames: list[bytes]) -> None:
-        socket = self._outputs[client_index]
-        patience_s = LAST_WORD_S
-        while client_index not in self._gone and not self._closing:
-            try:
-                # Not polled first: with each call the loop takes the interpreter, perhaps for long.
-                socket.send_multipart(frames)
-                return
-            except zmq.Again:
-                pass
-            if self._ending and (patience_s := patience_s - POLL_S) <= 0:
-                self._gone.add(client_index)

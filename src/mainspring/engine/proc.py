@@ -48,7 +48,7 @@ from mainspring.base.protocols import Clock
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import CacheFacts
 from mainspring.engine.core import EngineCore
-from mainspring.engine.mailbox import ClientGone, Item, Mailbox, Refused, ZmqMailbox
+from mainspring.engine.mailbox import ClientGone, ClientStalled, Item, Mailbox, Refused, ZmqMailbox
 from mainspring.engine.wire import RequestType, Utility
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ PROCESS_NAME = b"mainspring-core"
 ORPHAN_POLL_S = 0.5
 ORPHAN_GRACE_S = 1.5  # for the loop to leave a step before an orphan is ended by force
 SHUTTING_DOWN_TEXT = "the engine core is shutting down"
+NOT_READ_TEXT = "its front end did not read for so long that the engine core could keep no more for it"
 TOLD_TO_END_TEXT = "it was told to end"
 
 
@@ -176,8 +177,10 @@ class EngineCoreProc:
             case (_, Refused(client_index, answer)):
                 self._mailbox.deliver({client_index: answer})
             case (RequestType.ABORT, ClientGone(client_index)):
-                gone = [r.request_id for r in self._engine.live_requests() if r.client_index == client_index]
-                self._engine.abort_requests(gone)
+                self._abort_client(client_index)
+            case (RequestType.ABORT, ClientStalled(client_index)):
+                for request in self._abort_client(client_index):
+                    self._say(request, FinishReason.ERROR, NOT_READ_TEXT)
             case (RequestType.ABORT, list() as request_ids):
                 self._engine.abort_requests(request_ids)
             case (RequestType.UTILITY, Utility() as utility):
@@ -188,6 +191,12 @@ class EngineCoreProc:
                 pass  # whoever woke the loop has noted why
             case forgotten:
                 raise AssertionError(f"{forgotten[0].name} with {type(forgotten[1]).__name__}")
+
+    def _abort_client(self, client_index: int) -> list[EngineCoreRequest]:
+        """What it had that was live."""
+        requests = [r for r in self._engine.live_requests() if r.client_index == client_index]
+        self._engine.abort_requests([request.request_id for request in requests])
+        return requests
 
     def _answer(self, utility: Utility) -> None:
         result, error = b"", None
@@ -220,6 +229,10 @@ class EngineCoreProc:
 
 
 # -- the child's entry ---------------------------------------------------------------------------------------
+
+
+class _ToldToEnd(BaseException):
+    """By a signal, while the engine is built. It must not be taken for something that failed in there."""
 
 
 class Lifeline:
@@ -277,6 +290,8 @@ def run_engine_core(
             mailbox.hurry()  # the loop may be waiting for a client that does not read
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if proc is None:
+            raise _ToldToEnd
         # The queue's lock may be held by the thread that was interrupted: the item is put by another.
         threading.Thread(target=ask_to_end, daemon=True).start()
 
@@ -329,8 +344,8 @@ def name_process() -> None:
 
 
 def main() -> int:
-    """`python -m mainspring.engine.proc FD DIRECTORY`: where HELLO, READY and FAILED go; the sockets' folder,
-    which the parent removes, and we if it is gone. Returns the exit status."""
+    """`python -m mainspring.engine.proc FD DIRECTORY`: where HELLO, READY and FAILED go; the folder of the
+    sockets, which goes with us. Returns the exit status."""
     directory = sys.argv[2]
     lifeline = Lifeline(os.fdopen(os.dup(0), "rb"))
     with open(os.devnull) as nothing:
@@ -339,8 +354,7 @@ def main() -> int:
         with os.fdopen(int(sys.argv[1]), "wb", buffering=0) as handshake:
             return _serve(lifeline, handshake, directory)
     finally:
-        if lifeline.is_cut():
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)  # sockets that are connected do not need it
 
 
 def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
@@ -360,6 +374,9 @@ def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
     set_up_logging(config.log_level)
     try:
         run_engine_core(config, tell, lifeline, directory)
+    except _ToldToEnd:
+        tell(Failed(EngineDeadError.__name__, TOLD_TO_END_TEXT))
+        return 1
     except Exception as error:
         if is_ready:
             logger.error("the engine core has ended: %s", innermost(error))

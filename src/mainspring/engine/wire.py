@@ -17,6 +17,8 @@ import numpy as np
 
 from mainspring.base.messages import Command, EngineCoreOutputs, EngineCoreRequest
 
+Frames = list[bytes]
+
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 
 
@@ -45,6 +47,14 @@ def _encode_array(value: object) -> object:
     raise NotImplementedError(f"{type(value).__name__} does not travel")
 
 
+class _NotPlain(Exception):
+    pass
+
+
+def _refuse(value: object) -> object:
+    raise _NotPlain
+
+
 def _decode_array(kind: type, value: Any) -> object:
     if (get_origin(kind) or kind) is np.ndarray:
         dtype, shape, data = value
@@ -57,6 +67,7 @@ class Codec:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._plain_encoder = msgspec.msgpack.Encoder(enc_hook=_refuse)
         self._add = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort = msgspec.msgpack.Decoder(list[str])
         self._utility = msgspec.msgpack.Decoder(Utility)
@@ -64,6 +75,13 @@ class Codec:
 
     def encode(self, message: object) -> bytes:
         return self._encoder.encode(message)
+
+    def encode_plain(self, message: object) -> bytes | None:
+        """None if there is an array in it; that is found without looking for it."""
+        try:
+            return self._plain_encoder.encode(message)
+        except _NotPlain:
+            return None
 
     def decode_outputs(self, body: bytes) -> EngineCoreOutputs:
         return self._outputs.decode(body)

@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineDeadError, EngineError, QueueOverflowError, RequestError, innermost
@@ -276,10 +276,10 @@ async def _handle_outputs(
     client: AsyncClient, streams: _Streams, stat_loggers: Sequence[StatLogger] = ()
 ) -> None:
     """The only reader of `client`, until one of them ends."""
-    cause = "the task that reads the engine core's outputs was cancelled"
+    cause: str | None = "the task that reads the engine core's outputs was cancelled"
     logging = None
     if streams.stats is not None:
-        logging = asyncio.create_task(log_regularly(streams.stats, stat_loggers), name="mainspring-stats")
+        logging = _background_task(log_regularly(streams.stats, stat_loggers), "mainspring-stats")
     try:
         while True:
             news = await client.get_output()
@@ -294,11 +294,22 @@ async def _handle_outputs(
     except Exception as error:
         logger.exception("the outputs of the engine core cannot be handled")
         cause = f"the output handler has failed: {innermost(error)}"
+    except GeneratorExit:  # the loop was dropped and will not run again: nobody can be told
+        cause = None
+        raise
     finally:
-        streams.die(cause)
-        if logging is not None:
-            logging.cancel()
+        if cause is not None:
+            streams.die(cause)
+            if logging is not None:
+                logging.cancel()
     await client.shutdown()  # nobody will read it again
+
+
+def _background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    # If its loop is dropped instead of closed, the task ends with it, and that is not worth a traceback.
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    return task
 
 
 class RequestStream:
@@ -390,27 +401,26 @@ class AsyncLLM:
         cls,
         args: EngineArgs,
         *,
-        shutdown_timeout_s: float = 0.0,
         stat_loggers: Sequence[StatLogger] | None = None,
     ) -> AsyncLLM:
         """Find the model, decide the settings, start the core in a process of its own; returns once it can
         serve. Where a loop must go on meanwhile, call it by `asyncio.to_thread`.
 
-        Requests get `shutdown_timeout_s` seconds to finish in `shutdown`. Raises `CheckpointError` for a
+        Requests get `args.shutdown_timeout` seconds to finish in `shutdown`. Raises `CheckpointError` for a
         model that is not there or not sound, `ConfigError` for settings.
         """
         from mainspring.engine.launch import CoreProcess
         from mainspring.engine.mp_client import AsyncMPClient
 
-        start = partial(CoreProcess, shutdown_timeout_s=shutdown_timeout_s)
-        process, facts, tokenizer = start_core(args, start, CoreProcess.close)
+        start = partial(CoreProcess, shutdown_timeout_s=args.shutdown_timeout)
+        process, facts, tokenizer = start_core(args, start)
         return cls(
             partial(AsyncMPClient, process),
             *make_processors(args, facts, tokenizer, process.ready.max_model_len),
             tokenizer,
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
-            shutdown_timeout_s=shutdown_timeout_s,
+            shutdown_timeout_s=args.shutdown_timeout,
             release=process.close,
             stat_loggers=stat_loggers,
             cache_facts=process.ready.cache_facts,
@@ -640,9 +650,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         if self._client is None:
             self._loop, self._client = loop, self._attach()
-            self._output_handler = loop.create_task(
-                _handle_outputs(self._client, self._streams, self._stat_loggers),
-                name="mainspring-output-handler",
+            self._output_handler = _background_task(
+                _handle_outputs(self._client, self._streams, self._stat_loggers), "mainspring-output-handler"
             )
         elif self._loop is not loop:
             raise EngineError(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ from msgspec.structs import replace
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, resolve
 from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, innermost
-from mainspring.base.messages import FinishReason, GetStats, ResetPrefixCache, SchedulerStats
+from mainspring.base.messages import CheckHealth, FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import SamplingParams
 from mainspring.base.protocols import Clock
@@ -122,33 +121,27 @@ def prepare(args: EngineArgs) -> Prepared:
 
 
 def start_core(
-    args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core], end: Callable[[Core], None]
+    args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core]
 ) -> tuple[Core, ModelFacts, Tokenizer | None]:
-    """`prepare`, and `start` a core; the tokenizer is built meanwhile. `start` is given a function for the
-    settings, which waits for the vocabulary that is among them.
+    """`prepare`, and `start` a core. It is given a function for the settings, which builds the tokenizer, for
+    its vocabulary is among them; meanwhile a core in a process of its own is imported.
 
-    If that fails, or Ctrl-C comes meanwhile, the core is ended. Raises as `prepare` and `start` do.
+    Raises as `prepare` and `start` do.
     """
     from mainspring.checkpoint.gguf import GGUFFile
     from mainspring.frontend.tokenizer import Tokenizer
 
     facts, config = prepare(args)
-    vocabulary: Future[Vocabulary | None] = Future()
-    with ThreadPoolExecutor(1, "mainspring-start") as thread:
-        starting = thread.submit(start, lambda: replace(config, vocabulary=vocabulary.result()))
-        try:
-            tokenizer = None
-            if not args.skip_tokenizer_init:
-                with GGUFFile(facts.path) as file:
-                    tokenizer = Tokenizer.from_gguf(file)
-            vocabulary.set_result(_vocabulary(tokenizer, facts))
-            return starting.result(), facts, tokenizer
-        except BaseException as error:
-            if not vocabulary.done():
-                vocabulary.set_exception(error)
-            if starting.exception() is None:
-                end(starting.result())
-            raise
+    tokenizer: Tokenizer | None = None
+
+    def settings() -> EngineConfig:
+        nonlocal tokenizer
+        if not args.skip_tokenizer_init:
+            with GGUFFile(facts.path) as file:
+                tokenizer = Tokenizer.from_gguf(file)
+        return replace(config, vocabulary=_vocabulary(tokenizer, facts))
+
+    return start(settings), facts, tokenizer
 
 
 def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | None:
@@ -204,8 +197,10 @@ class LLMEngine:
         from mainspring.engine.client import EngineCoreClient
 
         in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
-        start = partial(EngineCoreClient.make_client, in_process=in_process)
-        client, facts, tokenizer = start_core(args, start, EngineCoreClient.shutdown)
+        start = partial(
+            EngineCoreClient.make_client, in_process=in_process, shutdown_timeout_s=args.shutdown_timeout
+        )
+        client, facts, tokenizer = start_core(args, start)
         processors = make_processors(args, facts, tokenizer, client.max_model_len, clock)
         engine = cls(client, *processors, tokenizer)
         engine.model_name = args.served_model_name or args.model
@@ -273,6 +268,18 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """Sequences: a request with `n` answers counts `n` times."""
         return self._output_processor.num_unfinished
+
+    def check_health(self, timeout_s: float | None = None) -> None:
+        """A round trip through the core and every worker. Raises `EngineDeadError` if there is none to make,
+        or if it takes longer than `timeout_s` seconds; a core that was only slow or stopped may still go on.
+        """
+        self._raise_if_dead()
+        try:
+            is_healthy = self.client.call(CheckHealth(), timeout_s)
+        except TimeoutError as error:
+            raise EngineDeadError(str(error)) from None
+        if not is_healthy:
+            raise EngineDeadError("a worker of the engine core is not healthy")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `ResetPrefixCache`; False, and no change, while requests run."""
