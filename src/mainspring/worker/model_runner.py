@@ -144,7 +144,7 @@ class ModelRunner:
         assert self._parked is not None, "there is no step to sample"
         plan, hidden, output = self._parked.plan, self._parked.hidden, self._parked.output
         self._parked = None
-        masks = {} if mask is None else dict(zip(mask.rows, mask.bitmask, strict=True))
+        masks = {} if mask is None else dict(zip(mask.rows, self._widened(mask.bitmask), strict=True))
         assert masks.keys() >= set(plan.grammar_rows), "a row that needs a mask has none"
         rows = np.array(plan.sampling_rows)
         slots = np.array(plan.slots)[rows]
@@ -155,6 +155,11 @@ class ModelRunner:
             sampled = sample(hidden if whole else hidden[part], slots[part], row_masks)
             self._record(chosen, slots[part], sampled, output)
         return output
+
+    def _widened(self, bitmask: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """With a bit for every logit: ids beyond a grammar's vocabulary are not allowed."""
+        num_missing = -(-self.model.vocab_size // 32) - bitmask.shape[1]
+        return bitmask if num_missing <= 0 else np.pad(bitmask, ((0, 0), (0, num_missing)))
 
     def _classes(self, slots: npt.NDArray[np.intp]) -> list[tuple[npt.NDArray[np.intp], _SampleRows]]:
         """Which of the sampling rows are sampled how."""
