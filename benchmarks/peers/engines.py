@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from peers.workloads import VLLM
 
 RUNNERS = Path(__file__).parent / "runners"
 PATIENCE_S = 900.0  # for one answer: vLLM compiles for a minute or two when it starts
+ENDING_S = 30.0  # for an engine to end by itself
 # Settings of the shell that would change what an engine does; each engine gets its own.
 FOREIGN_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "VLLM_", "LD_PRELOAD", "PYTHON")
 TCMALLOC_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
@@ -214,12 +216,15 @@ class Engine:
         self._go_on()
         members = family(self._process.pid)
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # an order that it did not live to read
+            self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             send(members, signal.SIGKILL)
             self._process.wait()
+        self._process.stdout.close()
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -4,8 +4,8 @@
     {"do": "run", ...}   ->  {"seconds": seconds, "outputs": [[token ids] per request]}
 
 What cannot be done is answered with {"error": text}. Input's end is the runner's, and so is its parent's
-death, also while it is stopped. An engine and its libraries
-may print what they like: their standard output is sent to standard error.
+death, also while it is stopped. An engine and its libraries may print what they like: their standard output
+is sent to standard error.
 
 Only the standard library: a runner runs in its engine's own environment.
 """
@@ -21,8 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Load(NamedTuple):
