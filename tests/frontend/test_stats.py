@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from dataclasses import fields
@@ -11,6 +12,7 @@ import pytest
 from frontend_toys import FACTS, TOY, ScriptedClient, make_engine, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_async_llm import AsyncScriptedClient
 
 from mainspring.base.config import EngineArgs, resolve
 from mainspring.base.errors import ConfigError, EngineDeadError, RequestError
@@ -28,7 +30,10 @@ from mainspring.base.outputs import RequestMetrics, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import InprocClient
+from mainspring.engine.mp_client import SyncMPClient
 from mainspring.frontend import metrics
+from mainspring.frontend.async_llm import AsyncLLM
+from mainspring.frontend.input_processor import InputProcessor
 from mainspring.frontend.llm import LLM
 from mainspring.frontend.llm_engine import LLMEngine
 from mainspring.frontend.metrics import LoggingStatLogger
@@ -550,3 +555,61 @@ def test_a_line_while_busy(caplog):
     now[0] = 40.0
     lines.log(stats)
     assert len(caplog.records) == 2
+
+
+def test_statistics_cross_the_process_boundary():
+    args = EngineArgs(executor=FAKE, num_gpu_blocks_override=65, max_model_len=256)
+    with make_engine(SyncMPClient(resolve(args, FACTS)), log_stats=True) as engine:
+        seen = Seen()
+        for i in range(3):
+            engine.add_request(str(i), prompt(20, i), params(5))
+        finish(engine, seen)
+        check(engine.stats, seen)
+        heard = engine.stats.scheduler
+        assert heard.num_steps >= 5, "it came with the outputs"
+        assert heard == engine.get_stats(), "and was the last word"
+        assert engine.stats.queue_s.count == engine.stats.inference_s.count == 3
+        cache = next(m for m in engine.get_metrics() if m.name == "vllm:cache_config_info")
+        assert (cache.labels["num_gpu_blocks"], cache.labels["enable_prefix_caching"]) == ("65", "True")
+
+
+class CountingLogger:
+    def __init__(self) -> None:
+        self.looks: list[int] = []
+
+    def log(self, stats: FrontendStats) -> None:
+        self.looks.append(stats.num_generation_tokens)
+
+
+class BrokenLogger(CountingLogger):
+    def log(self, stats: FrontendStats) -> None:
+        super().log(stats)
+        raise OSError("the disk is full")
+
+
+def test_loggers_of_ones_own(monkeypatch, caplog):
+    """They are asked regularly while the engine lives; one that fails is not asked again, and is told."""
+    monkeypatch.setattr(metrics, "LOG_INTERVAL_S", 0.01)
+    sound, broken = CountingLogger(), BrokenLogger()
+
+    async def body() -> int:
+        llm = AsyncLLM(
+            lambda: AsyncScriptedClient(ScriptedClient()),
+            InputProcessor(FACTS, 512, TOY),
+            OutputProcessor(TOY, log_stats=True),
+            TOY,
+            stat_loggers=[broken, sound],
+        )
+        async with llm:
+            async for _ in llm.generate("hello", params(5), "a"):
+                pass
+            while len(sound.looks) < 3:  # noqa: ASYNC110  it knows of no event
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.03)
+        return len(sound.looks)
+
+    num_looks = asyncio.run(body())
+    assert sound.looks[-1] == 5
+    assert len(sound.looks) == num_looks, "not after the end"
+    assert len(broken.looks) == 1
+    assert "BrokenLogger has failed" in caplog.text
