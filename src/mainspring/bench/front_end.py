@@ -37,11 +37,9 @@ class LetterExecutor(FakeStepExecutor):
     """For `--executor mainspring.bench.front_end:LetterExecutor`: every token is one letter, whatever is
     asked."""
 
-    step_s = STEP_S
-
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._kind = "sleep"
+        self._kind, self.step_s = "sleep", STEP_S
         with GGUFFile(config.model) as file:
             (self.token,) = Tokenizer.from_gguf(file).encode(LETTER, add_special_tokens=False)
 

@@ -59,10 +59,8 @@ T = TypeVar("T")
 class FakeStepExecutor:
     """Fits `base.protocols.Executor` and says `TOKEN` for every row; `executor_args` names the fake step."""
 
-    token = TOKEN
-    step_s = STEP_S
-
     def __init__(self, config: EngineConfig) -> None:
+        self.token, self.step_s = TOKEN, STEP_S
         self._kind: str = config.executor_args.get("step", "none")
         self._sampling: Future[ModelRunnerOutput] = Future()
 
