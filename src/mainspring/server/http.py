@@ -85,7 +85,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
         raise ApiError(400, f"the body is not JSON: {error}", "body") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", "body") from None
-    return read, named.keys() - {field.encode_name for field in msgspec.structs.fields(kind)}
+    return read, named.keys() - set(kind.__struct_encode_fields__)
 
 
 def _refused(words: str) -> ApiError:
