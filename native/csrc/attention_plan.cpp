@@ -9,14 +9,16 @@
 namespace mainspring {
 namespace {
 
-// Rows up to which a tile is a decode: more rows are bound by arithmetic, and sharing what they read gains nothing.
+// Rows up to which a tile is a decode: more rows are bound by arithmetic, and sharing what they read gains
+// nothing.
 constexpr int kDecodeRows = 16;
-// What a unit should cost: a claim and the packing of its queries should not count, and with less than this many
-// units in a pass the last one would keep the other threads waiting.
+// What a unit should cost: a claim and the packing of its queries should not count, and with less than this
+// many units in a pass the last one would keep the other threads waiting.
 constexpr float kMinUnitCost_ns = 8000.0f;
 constexpr int kUnitsPerPass = 32;
 
-// A job's cost for one token of the context: reading K and V in 16 bits at 20 GB/s, arithmetic at 80 GFLOP/s.
+// A job's cost for one token of the context: reading K and V in 16 bits at 20 GB/s, arithmetic at 80
+// GFLOP/s.
 float cost_per_token_ns(int rows, int head_size) {
   return static_cast<float>(head_size) * (0.2f + 0.05f * static_cast<float>(rows));
 }
@@ -67,7 +69,8 @@ class Plan : public AttentionPlan {
 };
 
 void check(bool right, const char* what, int found) {
-  if (!right) throw std::invalid_argument("attention: " + std::string(what) + ", not " + std::to_string(found));
+  if (!right)
+    throw std::invalid_argument("attention: " + std::string(what) + ", not " + std::to_string(found));
 }
 
 void check_shape(const AttentionShape& shape, int block_size) {
@@ -82,7 +85,8 @@ void check_shape(const AttentionShape& shape, int block_size) {
   check(shape.causal || !shape.window, "a window needs causal attention", shape.window);
 }
 
-void Plan::make(const BatchView& batch, const BlockTables& tables, const AttentionShape& shape, int block_size) {
+void Plan::make(const BatchView& batch, const BlockTables& tables, const AttentionShape& shape,
+                int block_size) {
   check_shape(shape, block_size);
   shape_ = shape;
   block_size_ = block_size;
@@ -153,7 +157,8 @@ bool Plan::same_blocks(const AttentionTile& a, const AttentionTile& b, int span)
   return !std::memcmp(a.blocks + first, b.blocks + first, sizeof(int32_t) * (last + 1 - first));
 }
 
-// Whole spans that decodes have in common. Who shares a span with nobody shares no later one: prefixes are shared.
+// Whole spans that decodes have in common. Who shares a span with nobody shares no later one: prefixes are
+// shared.
 void Plan::share_spans() {
   own_span_.resize(tiles_.size());
   candidates_.clear();
@@ -171,10 +176,12 @@ void Plan::share_spans() {
 void Plan::share_span(int span) {
   const int place = span * kSpan / block_size_;
   const auto has_span = [&](int tile) {
-    return tiles_[tile].first_span <= span && span < end_span(tile) && (span + 1) * kSpan <= tiles_[tile].seq_len;
+    return tiles_[tile].first_span <= span && span < end_span(tile) &&
+           (span + 1) * kSpan <= tiles_[tile].seq_len;
   };
   const auto first_block = [&](int tile) { return has_span(tile) ? tiles_[tile].blocks[place] : INT32_MIN; };
-  // Those who may share come to stand side by side, in the order of the batch; blocks are compared only there.
+  // Those who may share come to stand side by side, in the order of the batch; blocks are compared only
+  // there.
   std::sort(candidates_.begin(), candidates_.end(), [&](int a, int b) {
     const int block_a = first_block(a), block_b = first_block(b);
     return block_a != block_b ? block_a < block_b : a < b;
@@ -213,7 +220,8 @@ void Plan::cut_tiles() {
   for (size_t i = 0; i < tiles_.size(); ++i)
     total_ns += static_cast<float>(num_read(tiles_[i], own_span_[i], end_span(i))) *
                 cost_per_token_ns(rows_of(tiles_[i]), shape_.head_size);
-  unit_cost_ns_ = std::max(kMinUnitCost_ns, total_ns * static_cast<float>(shape_.num_kv_heads) / kUnitsPerPass);
+  unit_cost_ns_ =
+      std::max(kMinUnitCost_ns, total_ns * static_cast<float>(shape_.num_kv_heads) / kUnitsPerPass);
 
   const int64_t pitch = partial_pitch(shape_.head_size);
   for (size_t i = 0; i < tiles_.size(); ++i) {
@@ -234,8 +242,8 @@ void Plan::cut_tiles() {
   }
 }
 
-// Jobs are put together, in their order, until they cost enough. The dearest units come first, so that threads end
-// together.
+// Jobs are put together, in their order, until they cost enough. The dearest units come first, so that
+// threads end together.
 void Plan::pack_units() {
   costed_.clear();
   for (size_t i = 0, end; i < jobs_.size(); i = end) {

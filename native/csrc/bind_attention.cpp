@@ -1,5 +1,5 @@
-// Attention and the kernels of single rows, for tests and measurements in Python. The engine reaches them through
-// programs.
+// Attention and the kernels of single rows, for tests and measurements in Python. The engine reaches them
+// through programs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -36,7 +36,8 @@ const Kernels& variant_named(const std::string& name) {
   return *variant;
 }
 
-void rms_norm(const std::string& variant, In<float, 1> x, In<float, 1> weight, float eps, InOut<float, 1> out) {
+void rms_norm(const std::string& variant, In<float, 1> x, In<float, 1> weight, float eps,
+              InOut<float, 1> out) {
   require(x.size() == weight.size() && x.size() == out.size(), "rows of different lengths");
   variant_named(variant).rms_norm(x.data(), weight.data(), eps, static_cast<int>(x.size()), out.data());
 }
@@ -55,7 +56,8 @@ void rope(const std::string& variant, InOut<float, 2> heads, In<float, 1> cosine
           bool interleaved) {
   require(cosines.size() == sines.size() && 2 * cosines.size() <= heads.shape(1), "angles for longer heads");
   variant_named(variant).rope(heads.data(), cosines.data(), sines.data(), static_cast<int>(cosines.size()),
-                              static_cast<int>(heads.shape(0)), static_cast<int>(heads.shape(1)), interleaved);
+                              static_cast<int>(heads.shape(0)), static_cast<int>(heads.shape(1)),
+                              interleaved);
 }
 
 // One layer's cache over the caller's memory, [num_blocks][block bytes].
@@ -89,7 +91,8 @@ class AttentionPass final : public Pass {
   int num_units(int) const override { return mainspring::num_units(*args_.plan); }
   void run(int, int unit, int thread) override {
     const auto start = reinterpret_cast<uintptr_t>(scratch_.data());
-    kernels_.attend(args_, unit, reinterpret_cast<float*>((start + 63) & ~uintptr_t{63}) + thread * kAttentionScratch);
+    kernels_.attend(args_, unit,
+                    reinterpret_cast<float*>((start + 63) & ~uintptr_t{63}) + thread * kAttentionScratch);
   }
 
  private:
@@ -102,18 +105,22 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-struct Timing {
-  double plan_s, best_s;
-  int num_units;
-};
+// How many spans are read for a KV head: fewer where requests share them.
+int num_spans_read(const AttentionPlan& plan) {
+  int count = 0;
+  for (int u = 0; u < plan.num_units; ++u)
+    for (int j = 0; j < plan.units[u].num_jobs; ++j)
+      count += plan.jobs[plan.units[u].first_job + j].num_spans;
+  return count;
+}
 
-// Attention for a whole batch, `repeats` times. `out` [tokens][heads * head size], or the rows as 8-bit integers with
-// their scales. Tells how long a plan took, and the fastest pass.
-nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form, int block_size, int num_kv_heads,
-                    int head_size, In<float, 2> q, In<int32_t, 1> starts, In<int32_t, 1> seq_lens, In<int32_t, 2> table,
-                    float scale, int window, float soft_cap, bool causal, int num_threads, int repeats,
-                    std::optional<InOut<float, 2>> out, std::optional<InOut<int8_t, 2>> codes,
-                    std::optional<InOut<float, 2>> scales) {
+// Attention for a whole batch, `repeats` times. `out` [tokens][heads * head size], or the rows as 8-bit
+// integers with their scales, or both.
+nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form, int block_size,
+                    int num_kv_heads, int head_size, In<float, 2> q, In<int32_t, 1> starts,
+                    In<int32_t, 1> seq_lens, In<int32_t, 2> table, float scale, int window, float soft_cap,
+                    bool causal, int num_threads, int repeats, std::optional<InOut<float, 2>> out,
+                    std::optional<InOut<int8_t, 2>> codes, std::optional<InOut<float, 2>> scales) {
   const Kernels& kernels = variant_named(variant);
   const KVCache cache = cache_of(data, form, block_size, num_kv_heads, head_size);
   const auto width = static_cast<int>(q.shape(1)), num_tokens = static_cast<int>(q.shape(0));
@@ -122,7 +129,8 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
   require(starts.size() == seq_lens.size() + 1 && table.shape(0) == seq_lens.size() &&
               starts.data()[num_requests] == num_tokens,
           "arrays for another batch");
-  require(num_threads >= 1 && repeats >= 1, "nothing to do");
+  require(num_threads >= 1 && repeats >= 1, "no thread, or no pass");
+  require(out || codes, "no output");
   require(!out || (out->shape(0) == q.shape(0) && out->shape(1) == q.shape(1)), "an output of another shape");
   AttentionArgs args{};
   args.q = q.data();
@@ -133,7 +141,8 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
   std::vector<int32_t> sums;
   if (codes) {
     require(width / num_kv_heads % kBlock == 0, "a KV head's rows must be whole blocks of 32 to be encoded");
-    require(scales && codes->size() == q.size() && scales->size() * kBlock == q.size(), "codes of another shape");
+    require(scales && codes->size() == q.size() && scales->size() * kBlock == q.size(),
+            "codes of another shape");
     sums.resize(q.size() / kGroup);
     args.encoded = {codes->data(), nullptr, scales->data(), sums.data(), width};
   }
@@ -165,7 +174,7 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
     best_s = std::min(best_s, seconds() - start);
   }
   nb::gil_scoped_acquire acquired;
-  return nb::make_tuple(plan_s, best_s, num_units(*owner.plan));
+  return nb::make_tuple(plan_s, best_s, num_units(*owner.plan), num_spans_read(*owner.plan));
 }
 
 }  // namespace
@@ -175,10 +184,12 @@ void bind_attention(nb::module_& m) {
   m.def("add", &add, "variant"_a, "out"_a, "x"_a);
   m.def("silu_mul", &silu_mul, "variant"_a, "gate"_a, "up"_a, "out"_a);
   m.def("rope", &rope, "variant"_a, "heads"_a, "cosines"_a, "sines"_a, "interleaved"_a);
-  m.def("write_kv", &write_kv, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a, "head_size"_a,
-        "kv"_a, "slots"_a);
-  m.def("attention", &attention, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a, "head_size"_a,
-        "q"_a, "query_start_loc"_a, "seq_lens"_a, "block_table"_a, "scale"_a, "window"_a, "soft_cap"_a, "causal"_a,
-        "num_threads"_a, "repeats"_a, "out"_a.none(), "codes"_a.none(), "scales"_a.none(),
-        "Attention over a cache in the caller's memory. Returns (seconds of a plan, seconds of the fastest pass, units).");
+  m.def("write_kv", &write_kv, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a,
+        "head_size"_a, "kv"_a, "slots"_a);
+  m.def("attention", &attention, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a,
+        "head_size"_a, "q"_a, "query_start_loc"_a, "seq_lens"_a, "block_table"_a, "scale"_a, "window"_a,
+        "soft_cap"_a, "causal"_a, "num_threads"_a, "repeats"_a, "out"_a.none(), "codes"_a.none(),
+        "scales"_a.none(),
+        "Attention over a cache in the caller's memory. Returns (seconds of a plan, seconds of the fastest "
+        "pass, units, spans read for each KV head).");
 }

@@ -1,24 +1,28 @@
 // Attention over the paged KV cache, and writing it. Included by variant.cpp, inside its namespaces.
 //
 // Theory of operation.
-// - A row is one query head of one token. In a span (attention_plan.h) it sees the tokens [begin, end): it multiplies
-//   its query with their keys, takes the largest score, one exp of every score's distance to it, and adds the values
-//   with these weights. That is its partial result; `join` adds a later span's to an earlier one's.
-// - The terms of a score are added in the order of the head's elements, the values in the order of tokens, the weights
-//   of a span lane by lane of its groups of 16 tokens. None of it depends on the rows beside.
-// - Rows are computed in *strips* of up to 6, so that a key or value is widened to floats once for all of them, and
-//   sums stay in registers: 6 rows times 4 vectors of 16 tokens (then: elements) where the registers allow.
+// - A row is one query head of one token. In a span (attention_plan.h) it sees the tokens [begin, end): it
+//   multiplies its query with their keys, takes the largest score, one exp of every score's distance to it,
+//   and adds the values with these weights. That is its partial result; `join` adds a later span's to an
+//   earlier one's.
+// - The terms of a score are added in the order of the head's elements, the values in the order of tokens,
+//   the weights of a span lane by lane of its groups of 16 tokens. None of it depends on the rows beside.
+// - Rows are computed in *strips* of up to 6, so that a key or value is widened to floats once for all of
+//   them, and sums stay in registers: 6 rows times 4 vectors of 16 tokens (then: elements) where the
+//   registers allow.
 //
-// Invariant: what a row may not see never reaches it, not even as 0 * NaN. Scores of hidden tokens are overwritten, and
-// hidden values are never multiplied.
+// Invariant: what a row may not see never reaches it, not even as 0 * NaN. Scores of hidden tokens are
+// overwritten, and hidden values are never multiplied.
 
 constexpr int kStripRows = 6;
 constexpr int kSpanGroups = kSpan / kLanes;
 constexpr int kLine = 64;  // bytes of a line of the caches
-constexpr int kQueryPitch = kMaxHeadSize + kLanes;  // floats; not a power of two, or rows would meet in the L1 cache
-constexpr float kLowestScore = -1e30f;  // finite, so that exp(score - largest) is 0 and not a NaN where all are -inf
+// Floats. Not a power of two, or rows would meet in the L1 cache.
+constexpr int kQueryPitch = kMaxHeadSize + kLanes;
+// Finite, so that exp(score - largest) is 0 and not a NaN where all scores are -inf.
+constexpr float kLowestScore = -1e30f;
 
-// ---- the cache ------------------------------------------------------------------------------------------------
+// ---- the cache --------------------------------------------------------------------------------------------
 
 constexpr int bytes_of(KVForm form) { return form == KVForm::F32 ? 4 : form == KVForm::F16 ? 2 : 1; }
 
@@ -50,8 +54,8 @@ inline void scatter_key(const T* lanes, uint8_t* group, int first, int token) {
   for (int i = 0; i < kLanes; ++i) to[i * kLanes] = lanes[i];
 }
 
-// The scale of a row of 8-bit codes. A NaN or an infinity among the elements makes it a NaN, and so all that is
-// computed from the row.
+// The scale of a row of 8-bit codes. A NaN or an infinity among the elements makes it a NaN, and so all
+// that is computed from the row.
 inline float code_scale(const float* x, int count) {
   F32 top = splat(0.0f), spoiled = splat(0.0f);
   for (int i = 0; i < count; i += kLanes) {
@@ -107,14 +111,18 @@ void write_kv(const KVCache& cache, const float* kv, int64_t slot) {
   }
 }
 
-// ---- a strip of rows in one span --------------------------------------------------------------------------------
+// ---- a strip of rows in one span --------------------------------------------------------------------------
 
 // The tokens of a span that are seen: [begin, end), counted from its first; may be empty.
 struct Seen {
   int begin, end;
 };
-inline Seen either(Seen a, Seen b) { return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end}; }
-inline Seen both(Seen a, Seen b) { return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end}; }
+inline Seen either(Seen a, Seen b) {
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+inline Seen both(Seen a, Seen b) {
+  return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
 
 // Where the groups of 16 tokens of a span lie, for one KV head. Set for the groups that `seen` touches.
 struct SpanView {
@@ -122,10 +130,9 @@ struct SpanView {
   float soft_cap;
   KVForm form;
   Seen seen;  // by any row
-  bool scaled;  // there are scales, of KVForm::I8
   const uint8_t* keys[kSpanGroups];
   const uint8_t* values[kSpanGroups];
-  const float* key_scales[kSpanGroups];
+  const float* key_scales[kSpanGroups];  // of KVForm::I8
   const float* value_scales[kSpanGroups];
   // What will be read next, of the same size as keys[g] and values[g]: asked for while these are read.
   const uint8_t* after_keys[kSpanGroups];
@@ -137,10 +144,10 @@ inline void ask_for(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 struct Strip {
   const float* queries;  // [rows][kQueryPitch], times the scale of the scores
   Seen seen[kStripRows];
-  Seen all;          // the tokens that some row sees
-  Seen common;       // those that every row sees; may be empty
-  float* weights;    // [rows][kSpan]: scores, then their weights
-  float* partials;   // [rows][partial_pitch]
+  Seen all;         // the tokens that some row sees
+  Seen common;      // those that every row sees; may be empty
+  float* weights;   // [rows][kSpan]: scores, then their weights
+  float* partials;  // [rows][partial_pitch]
 };
 
 // weights[r][16 g + lane] = query r times key `lane` of group g, for kG groups.
@@ -153,7 +160,10 @@ inline void score_groups(const Strip& strip, const SpanView& span, int first) {
 #pragma GCC unroll 4
     for (int g = 0; g < kG; ++g) sums[r][g] = splat(0.0f);
 #pragma GCC unroll 4
-  for (int g = 0; g < kG; ++g) keys[g] = span.keys[first + g], after[g] = span.after_keys[first + g];
+  for (int g = 0; g < kG; ++g) {
+    keys[g] = span.keys[first + g];
+    after[g] = span.after_keys[first + g];
+  }
   const float* q = strip.queries;
   const int64_t end = int64_t{span.head_size} * kLanes * bytes_of(kForm);
   for (int64_t at = 0; at < end; at += kLanes * bytes_of(kForm), ++q) {
@@ -192,7 +202,7 @@ void weigh(const Strip& strip, const SpanView& span, int r) {
   F32 top = splat(kLowestScore);
   for (int g = first; g < end; ++g) {
     F32 x = load(row + g * kLanes);
-    if (span.scaled) x = x * load(span.key_scales[g]);
+    if (span.form == KVForm::I8) x = x * load(span.key_scales[g]);
     if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
     const int begin_lane = seen.begin - g * kLanes, end_lane = seen.end - g * kLanes;
     if (begin_lane > 0 || end_lane < kLanes) {
@@ -207,7 +217,7 @@ void weigh(const Strip& strip, const SpanView& span, int r) {
   for (int g = first; g < end; ++g) {
     F32 weight = exp(load(row + g * kLanes) - splat(peak));
     total = total + weight;
-    if (span.scaled) weight = weight * load(span.value_scales[g]);
+    if (span.form == KVForm::I8) weight = weight * load(span.value_scales[g]);
     store(row + g * kLanes, weight);
   }
   float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
@@ -223,7 +233,8 @@ inline void add_values(const Strip& strip, const SpanView& span, int first) {
   for (int r = 0; r < kR; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kV; ++v) sums[r][v] = splat(0.0f);
-  const int64_t row_bytes = int64_t{span.head_size} * bytes_of(kForm), first_bytes = int64_t{first} * bytes_of(kForm);
+  const int64_t row_bytes = int64_t{span.head_size} * bytes_of(kForm);
+  const int64_t first_bytes = int64_t{first} * bytes_of(kForm);
 
   // Tokens [begin, end) of which every row sees all, or (kRagged) some rows some.
   const auto add_tokens = [&]<bool kRagged>(int begin, int end) {
@@ -277,7 +288,8 @@ void attend_strip(const Strip& strip, const SpanView& span) {
   for (; g < end_group; ++g) score_groups<kForm, kR, 1>(strip, span, g);
   for (int r = 0; r < kR; ++r) weigh(strip, span, r);
   int d = 0;
-  for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes) add_values<kForm, kR, kWide>(strip, span, d);
+  for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes)
+    add_values<kForm, kR, kWide>(strip, span, d);
   for (; d < span.head_size; d += kLanes) add_values<kForm, kR, 1>(strip, span, d);
 }
 
@@ -292,7 +304,7 @@ constexpr AttendStrip kAttendStrip[3][kStripRows] = {
      attend_strip<KVForm::I8, 4>, attend_strip<KVForm::I8, 5>, attend_strip<KVForm::I8, 6>},
 };
 
-// ---- partial results ----------------------------------------------------------------------------------------------
+// ---- partial results --------------------------------------------------------------------------------------
 
 inline void copy_partial(float* to, const float* from, int head_size) {
   for (int d = 0; d < partial_pitch(head_size); d += kLanes) store(to + d, load(from + d));
@@ -313,7 +325,7 @@ inline void join(float* sums, const float* part, int head_size) {
   sums[head_size + 1] = total[0];
 }
 
-// ---- jobs ---------------------------------------------------------------------------------------------------------
+// ---- jobs -------------------------------------------------------------------------------------------------
 
 // One row of a job, and which tokens of its request it sees.
 struct Row {
@@ -356,8 +368,12 @@ class Worker {
       num_rows_ = 0;
       for (int i = 0; i < job->num_members; ++i) take_tile(member(*job, i));
       for (int i = 0; i < job->num_spans; ++i) {
-        const bool job_goes_on = i + 1 < job->num_spans, unit_goes_on = job + 1 < end;
-        SpanView next = job_goes_on ? view_of(*job, job->first_span + i + 1) : unit_goes_on ? view_of(job[1], job[1].first_span) : view;
+        SpanView next = view;
+        if (i + 1 < job->num_spans) {
+          next = view_of(*job, job->first_span + i + 1);
+        } else if (job + 1 < end) {
+          next = view_of(job[1], job[1].first_span);
+        }
         foresee(view, next);
         attend_span(view, job->first_span + i);
         view = next;
@@ -391,24 +407,26 @@ class Worker {
     const int size = shape_.head_size;
     float* to = queries_ + num_rows_ * kQueryPitch;
     for (int t = 0; t < tile.num_tokens; ++t) {
-      const float* q = args_.q + (tile.first_token + t) * args_.q_stride + int64_t{head_} * heads_per_kv_ * size;
+      const float* q =
+          args_.q + (tile.first_token + t) * args_.q_stride + int64_t{head_} * heads_per_kv_ * size;
       for (int h = 0; h < heads_per_kv_; ++h, q += size, to += kQueryPitch)
         for (int d = 0; d < size; d += kLanes) store(to + d, load(q + d) * splat(shape_.scale));
     }
   }
 
-  // What no row sees is not looked up: the table may hold anything there. All members of a job have the same blocks.
+  // What no row sees is not looked up: the table may hold anything there. All members of a job have the
+  // same blocks.
   SpanView view_of(const AttentionJob& job, int span) const {
     const KVCache& cache = args_.cache;
     SpanView view;
     view.head_size = cache.head_size;
     view.soft_cap = shape_.soft_cap;
     view.form = cache.form;
-    view.scaled = cache.form == KVForm::I8;
     view.seen = {kSpan, 0};
     for (int i = 0; i < job.num_members; ++i) {
       const AttentionTile& tile = member(job, i);
-      const Seen first = seen_in(row_of(tile, 0, 0), span), last = seen_in(row_of(tile, tile.num_tokens - 1, 0), span);
+      const Seen first = seen_in(row_of(tile, 0, 0), span);
+      const Seen last = seen_in(row_of(tile, tile.num_tokens - 1, 0), span);
       if (first.begin < last.end) view.seen = either(view.seen, {first.begin, last.end});
     }
     const int32_t* blocks = member(job, 0).blocks;
@@ -484,7 +502,8 @@ class Worker {
       const AttentionTile& tile = member(job, i);
       int32_t* num_ended = args_.plan->num_ended + (&tile - args_.plan->tiles) * shape_.num_kv_heads + head_;
       // Whoever ends the last span sees what all others wrote before they counted theirs.
-      if (__atomic_add_fetch(num_ended, job.num_spans, __ATOMIC_ACQ_REL) == tile.num_spans) join_partials(tile);
+      if (__atomic_add_fetch(num_ended, job.num_spans, __ATOMIC_ACQ_REL) == tile.num_spans)
+        join_partials(tile);
     }
   }
 
