@@ -30,6 +30,7 @@ from typing import Any
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError, EngineError
+from mainspring.bench.throughput import TOKEN_RANGE
 from mainspring.checkpoint.catalog import resolve_model
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.cli.dialect import Parser, add_engine_flags, add_flag, engine_arguments
@@ -87,7 +88,7 @@ class Comparison:
     def measure_starts(self) -> None:
         """Nothing else is loaded meanwhile. Round 0, which fills all caches, is not counted."""
         seconds: dict[str, list[float]] = {name: [] for name in self._recipes if name != OURS_16_BIT}
-        prompt = list(workloads.TOKEN_RANGE[: workloads.START_PROMPT_TOKENS])
+        prompt = list(TOKEN_RANGE[: workloads.START_PROMPT_TOKENS])
         for number in range(self._rounds + 1):
             for name in self._taking_part(seconds):
                 with self._leaves_out(name):

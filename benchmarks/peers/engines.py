@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,8 +108,8 @@ def clean_environment() -> dict[str, str]:
 
 def vllm_environment(python: Path, cores: Sequence[int]) -> dict[str, str]:
     """What vLLM's guide for CPUs recommends; tcmalloc (Debian: libtcmalloc-minimal4) only if it is there."""
-    preloaded = [next(Path(place).glob("libtcmalloc_minimal.so.?"), None) for place in TCMALLOC_PLACES]
-    preloaded = [library for library in preloaded if library][:1]
+    found = (library for place in TCMALLOC_PLACES for library in Path(place).glob("libtcmalloc_minimal.so.?"))
+    preloaded = list(islice(found, 1))
     preloaded += (python.parents[1] / "lib").glob("libiomp5.so")
     cache = python.parents[1] / "cache"
     return {
