@@ -25,14 +25,14 @@ LIMITS = LLParserLimits(
 
 # How the library's messages begin, and the keyword they speak of without naming it.
 _KEYWORDS = {
-    "Resource ": "$ref",
+    "Resource ": "$ref or $schema",
     "Anchor ": "$ref",
     "Pointer ": "$ref",
     "Invalid URI reference ": "$ref",
     "circular references ": "$ref",
     "Unknown format: ": "format",
     "regex parse error": "pattern",
-    "Failed to generate regex for ": "minimum and maximum",
+    "Failed to generate regex for ": "minimum, maximum, exclusiveMinimum and exclusiveMaximum",
     "Schema intersection ": "allOf",
     "schema must be ": "a schema inside it",
 }
@@ -100,15 +100,15 @@ def make_matcher(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> Made
         raise GrammarError(f"{asked.kind}: {'; '.join(warnings)}")
     matcher.compute_bitmask()  # also so that the first step of every request finds it done
     if matcher.is_error():
-        reason = matcher.stop_reason()
-        cause = "no text fits it" if reason == "InternalError" else f"it is too complex ({reason})"
+        fault = one_line(matcher.get_error())
+        cause = "no text fits it" if "NoExtension" in fault else f"it is too complex: {fault}"
         raise GrammarError(f"{asked.kind}: {cause}")
     return Made(matcher, warnings)
 
 
 def _check_whitespace(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> None:
     """A pattern of a caller's may match nothing but JSON's whitespace, or the text would not be JSON."""
-    if asked.whitespace_pattern is None:
+    if not asked.whitespace_pattern:
         return
     pattern = asked.whitespace_pattern.replace("/", r"\/")
     wrong = rf"start: OTHER" "\n" rf"OTHER: /{pattern}/ & ~/[ \t\n\r]*/"

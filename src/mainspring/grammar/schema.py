@@ -84,13 +84,13 @@ class _Preparation:
     def _value(self, key: str, value: Any) -> Any:
         if key in _DATA_KEYS:
             if key in ("const", "enum"):
-                self._judge_speakable(value)
+                self._judge_speakable(key, value)
             return value
         if isinstance(value, dict):
             if key not in _NAME_KEYS:
                 return self.schema(value)
             if key == "properties":
-                self._judge_speakable(list(value))
+                self._judge_speakable(key, list(value))
             named = {name: self._value("", part) for name, part in value.items()}
             return {ecma_pattern(k): v for k, v in named.items()} if key == "patternProperties" else named
         if isinstance(value, list):
@@ -110,19 +110,20 @@ class _Preparation:
             if self._asserts_content and isinstance(node.get(key), str):
                 raise GrammarError(f"{self._name}: {key} is not supported in this draft")
 
-    def _judge_speakable(self, value: Any) -> None:
+    def _judge_speakable(self, key: str, value: Any) -> None:
         match value:
             case str():
                 if found := _UNSPEAKABLE.search(value):
                     raise GrammarError(
-                        f"{self._name}: the control character U+{ord(found[0]):04X} is not supported"
+                        f"{self._name}: {key} has the control character U+{ord(found[0]):04X}, which is not "
+                        "supported"
                     )
             case list():
                 for part in value:
-                    self._judge_speakable(part)
+                    self._judge_speakable(key, part)
             case dict():
-                self._judge_speakable(list(value))
-                self._judge_speakable(list(value.values()))
+                self._judge_speakable(key, list(value))
+                self._judge_speakable(key, list(value.values()))
 
 
 def ecma_pattern(pattern: str) -> str:

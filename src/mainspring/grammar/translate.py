@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from mainspring.base.params import StructuredOutputsParams
 from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
@@ -85,10 +85,10 @@ def _as_lark(text: str) -> str:
         raise GrammarError(f"grammar in EBNF has {len(text)} characters; at most {MAX_EBNF_BYTES}")
     try:
         return gbnf_to_lark(text)
-    except GbnfToLarkError as error:
-        raise GrammarError(f"grammar: {one_line(str(error))}") from None
     except RecursionError:
         raise GrammarError("grammar is nested too deeply") from None
+    except Exception as error:  # it has a type of its own for some mistakes, and none for others
+        raise GrammarError(f"grammar: {one_line(str(error))}") from None
 
 
 def _check_size(kind: str, value: object) -> None:
