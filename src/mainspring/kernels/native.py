@@ -194,10 +194,6 @@ class NativeOps:
         )
         return ids, values
 
-    def row_sampler(self, vocab_size: int) -> Any:
-        """What samples rows of logits on the threads of this backend: see `worker.sampler.RowSampler`."""
-        return self._native.Sampler(self.pool, self.variant, vocab_size)
-
     def read(self, buffer: str) -> Floats:
         rows: Floats = self._machine.rows(self._last[buffer])
         return rows

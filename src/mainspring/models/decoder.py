@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from typing import Any
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
@@ -77,12 +76,6 @@ class Decoder:
     @property
     def sampler(self) -> Any | None:
         """The backend's sampler of rows of logits; None where it has none."""
-        make = getattr(self.ops, "row_sampler", None)
-        return None if make is None else make(self.vocab_size)
-
-    @property
-    def sampler(self) -> Any:
-        """What samples rows of logits in the place of numpy; None where the backend has nothing."""
         make = getattr(self.ops, "row_sampler", None)
         return None if make is None else make(self.vocab_size)
 
