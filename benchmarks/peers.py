@@ -45,7 +45,11 @@ DEFAULT_CACHE = Path("~/.cache/mainspring/peers")
 MAX_LEN = 2048  # of a prompt and its answer, for engines that must know; the longest here has 1,080 tokens
 IDLE_LOAD = 0.3  # a load average above it: somebody else is at work
 SAME_MODEL_PROMPT, SAME_MODEL_TOKENS = "The capital of France is", 8
-MEASURE_CEILINGS = "import json, mainspring_native as n; print(json.dumps(dict(n.measure_ceilings())))"
+MEASURE_CEILINGS = """
+import json, mainspring_native as native
+from mainspring.kernels.native import choose_variant
+print(json.dumps(native.measure_ceilings(choose_variant("auto"), native.num_usable_cpus())[-1]))
+"""
 
 
 def say(line: str) -> None:
@@ -183,7 +187,7 @@ def measure_ceilings() -> Ceilings | str:
     command = [sys.executable, "-c", MEASURE_CEILINGS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"mainspring_native does not offer them ({done.stderr.strip().splitlines()[-1]})"
+        return f"the native library does not tell ({done.stderr.strip().splitlines()[-1]})"
     measured = json.loads(done.stdout)
     return Ceilings(*(float(measured[name]) for name in Ceilings._fields))
 

@@ -27,11 +27,12 @@ class Facts(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """Of this machine, all cores together, as measured by the native kernels."""
+    """Of this machine with all its cores, per second, under the native library's names."""
 
-    int8_gops: float  # a multiply-add is two
-    fp32_gflops: float
-    read_gb_per_s: float
+    byte_products: float  # of 8-bit integers; a product and its sum are two
+    float_products: float  # of fp32
+    model_reads: float  # bytes, of 96 MB read again and again
+    memory_reads: float  # bytes, of more than caches hold
 
 
 def figures(seconds: Mapping[str, Sequence[float]], num_tokens: int | None) -> dict[str, Any]:
@@ -78,9 +79,9 @@ def of_ceiling(
     our_s = next(iter(median_s.values()))
     if workload.reads:
         macs = facts.layer_macs * workload.num_own_tokens + facts.head_macs
-        least_s = 2 * macs / (ceilings.int8_gops * 1e9)
+        least_s = 2 * macs / ceilings.byte_products
     else:
-        least_s = workload.num_output_tokens * facts.weight_bytes / (ceilings.read_gb_per_s * 1e9)
+        least_s = workload.num_output_tokens * facts.weight_bytes / ceilings.model_reads
     return round(least_s / our_s, 3)
 
 
@@ -171,8 +172,9 @@ def description(result: Mapping[str, Any]) -> str:
     ]
     if ceilings := result["ceilings"]:
         lines.append(
-            f"Ceilings: {ceilings['int8_gops']:.0f} int8 GOP/s, {ceilings['fp32_gflops']:.0f} fp32 GFLOP/s, "
-            f"{ceilings['read_gb_per_s']:.1f} GB/s read."
+            f"Ceilings: {ceilings['byte_products'] / 1e9:.0f} int8 GOP/s, "
+            f"{ceilings['float_products'] / 1e9:.0f} fp32 GFLOP/s, reading 96 MB at "
+            f"{ceilings['model_reads'] / 1e9:.1f} GB/s, more at {ceilings['memory_reads'] / 1e9:.1f}."
         )
     else:
         lines.append(f"Ceilings not measured: {result['no_ceilings']}.")

@@ -237,7 +237,7 @@ def test_shares_of_the_ceilings():
     report, workloads = part("report"), part("workloads")
     by_name = {workload.name: workload for workload in workloads.WORKLOADS}
     facts = report.Facts(weight_bytes=100_000_000, layer_macs=100_000_000, head_macs=20_000_000)
-    ceilings = report.Ceilings(int8_gops=1000.0, fp32_gflops=200.0, read_gb_per_s=20.0)
+    ceilings = report.Ceilings(1e12, 2e11, model_reads=20e9, memory_reads=15e9)
 
     def share(name: str, our_s: float) -> float | None:
         return report.of_ceiling(by_name[name], {"us": our_s, "peer": 9.0}, facts, ceilings)
@@ -250,8 +250,8 @@ def test_shares_of_the_ceilings():
 
 def test_the_higher_of_two_measurements_is_the_ceiling():
     report = part("report")
-    first, second = report.Ceilings(1000, 150, 20), report.Ceilings(900, 200, 21)
-    assert report.highest(first, second) == report.Ceilings(1000, 200, 21)
+    first, second = report.Ceilings(1000, 150, 20, 9), report.Ceilings(900, 200, 21, 8)
+    assert report.highest(first, second) == report.Ceilings(1000, 200, 21, 9)
     assert report.highest(first, "the library has gone") == first
 
 
@@ -500,3 +500,31 @@ def test_a_wrong_flag_is_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+FAKE_LIBRARY = """
+def runnable_variants(): return ["plain"]
+def num_usable_cpus(): return 2
+def measure_ceilings(variant, num_threads):
+    assert variant == "plain"
+    names = ("byte_products", "float_products", "model_reads", "memory_reads")
+    return [{"num_threads": n + 1, **dict.fromkeys(names, 10.0 * (n + 1))} for n in range(num_threads)]
+"""
+
+
+def test_ceilings_are_those_of_all_cores(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mainspring_native.py").write_text(FAKE_LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert command.measure_ceilings() == part("report").Ceilings(20.0, 20.0, 20.0, 20.0)
+
+
+def test_why_there_are_no_ceilings_is_said(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mainspring_native.py").write_text("raise ImportError('not for this machine')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert command.measure_ceilings() == (
+        "the native library does not tell (ImportError: not for this machine)"
+    )
