@@ -45,20 +45,32 @@ inline int find(const LogitRow& row, int begin, float value) {
   return -1;
 }
 
+// The largest of each lane over a stretch of the row, NaNs left out; *nan: whether there are any.
+inline F32 tops_of(const LogitRow& row, int begin, bool* nan) {
+  F32 tops[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
+  Mask nans = 0;
+  const auto take = [&](F32& top, F32 v) {
+    nans |= is_nan(v);
+    top = max(v, top);  // of a NaN and a number: the second, which is the number
+  };
+  if (!row.mask && row.count - begin >= kStretch) {
+    for (int i = begin; i < begin + kStretch; i += 64)
+      for (int j = 0; j < 4; ++j) take(tops[j], load(row.x + i + 16 * j));
+  } else {
+    for (int i = begin; i < row.count && i < begin + kStretch; i += 16) take(tops[0], read(row, i));
+  }
+  *nan = nans != 0;
+  return max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+}
+
 // Only a stretch that beats all before it is looked at twice.
 int argmax(const float* x, int count, const uint32_t* mask, float* value) {
   const LogitRow row{x, count, mask};
   float best = -kInfinity;
   int where = 0;  // the stretch that holds `best` first
   for (int begin = 0; begin < count; begin += kStretch) {
-    const int end = count - begin < kStretch ? count : begin + kStretch;
-    F32 top = splat(-kInfinity);
-    Mask nan = 0;
-    for (int i = begin; i < end; i += 16) {
-      const F32 v = read(row, i);
-      nan |= is_nan(v);
-      top = max(v, top);  // of a NaN and a number: the second, which is the number
-    }
+    bool nan;
+    const F32 top = tops_of(row, begin, &nan);
     if (nan) {
       *value = __builtin_nanf("");
       return find(row, begin, *value);
@@ -85,7 +97,7 @@ inline I32 lane_numbers() {
   return load(numbers);
 }
 
-// To the list's end go those of 16 lanes that `m` says. It may be the list being read, which is written behind.
+// To the list's end go those of 16 lanes that `m` says. It may be the list being read, written behind.
 inline void append(List& list, Mask m, F32 value, I32 id) {
   store_packed(list.value + list.count, m, value);
   store_packed(list.id + list.count, m, id);
@@ -287,17 +299,15 @@ inline void copy(float* to, const float* from, int count) {
 
 // The k-th largest, 1 <= k <= row.count, and a list that holds all that are as large.
 //
-// Every 16 vectors give 16 maxima, of 16 logits each. The k-th largest maximum is a bound, for k logits at
+// Every stretch gives 16 maxima, of 16 logits each. The k-th largest maximum is a bound, for k logits at
 // least are as large; usually few more are.
 Line kth_largest(const LogitRow& row, int k, Scratch& scratch) {
   float bound = -kInfinity;
   if (k <= row.count / 32) {
     int num_maxima = 0;
+    bool nan;
     for (int begin = 0; begin < row.count; begin += kStretch, num_maxima += 16) {
-      const int end = row.count - begin < kStretch ? row.count : begin + kStretch;
-      F32 top = splat(-kInfinity);
-      for (int i = begin; i < end; i += 16) top = max(top, read(row, i));
-      store(scratch.value + num_maxima, top);
+      store(scratch.value + num_maxima, tops_of(row, begin, &nan));
     }
     bound = find_line(scratch.value, nullptr, num_maxima, k).value;
   }
@@ -481,7 +491,7 @@ double temper(const LogitRow& row, const Tempering& t, List& list, float* weight
   return total;
 }
 
-// The divided logit below which min_p and top_k forbid; -inf: none. Logits that division makes equal are equal.
+// The divided logit below which min_p and top_k forbid; -inf: none. What division makes equal is equal.
 float threshold(const LogitRow& row, float top, const RowRequest& r, Scratch& scratch) {
   double lowest = -kInfinity;
   if (r.min_p > 0) lowest = static_cast<float>(top + __builtin_log(r.min_p));
