@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import structs
 
 from mainspring.base.config import EngineArgs, ModelFacts, Vocabulary, resolve
-from mainspring.base.messages import EngineCoreOutput, EngineCoreRequest
+from mainspring.base.messages import EngineCoreOutput, EngineCoreRequest, ResetPrefixCache
 from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.engine.build import build_engine
 from mainspring.engine.core import EngineCore
@@ -46,7 +46,8 @@ FACTS = ModelFacts(
     eos_token_ids=(EOS, END),
 )
 # A random model closes what it has opened now and then.
-CLOSING = {ord('"'): 5.0, ord("}"): 5.0, ord("]"): 4.0, ord(","): 2.0, EOS: 6.0}
+CLOSING = {ord('"'): 4.0, ord("}"): 4.0, ord("]"): 3.0, ord(","): 2.0, EOS: 4.0}
+MAX_STEPS = 20_000
 
 
 def asked(**kind: Any) -> StructuredOutputsParams:
@@ -107,17 +108,21 @@ class Ended(EngineCoreOutput, kw_only=True):
     """All that was said of a request, and how it ended."""
 
 
-def run(core: EngineCore, requests: list[EngineCoreRequest], max_steps: int = 20_000) -> dict[str, Ended]:
-    """Add them all and step until everything has ended."""
+def run(
+    core: EngineCore, requests: list[EngineCoreRequest], preempt_every: int | None = None
+) -> dict[str, Ended]:
+    """Add them all and step until everything has ended; perhaps take all KV away every so many steps."""
     for one in requests:
         core.add_request(one)
-    return finish(core, [one.request_id for one in requests], max_steps)
+    return finish(core, [one.request_id for one in requests], preempt_every)
 
 
-def finish(core: EngineCore, request_ids: list[str], max_steps: int = 20_000) -> dict[str, Ended]:
+def finish(core: EngineCore, request_ids: list[str], preempt_every: int | None = None) -> dict[str, Ended]:
     said: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
     ended: dict[str, Ended] = {}
-    for _ in range(max_steps):
+    for step in range(MAX_STEPS):
+        if preempt_every is not None and step % preempt_every == 0:
+            core.call(ResetPrefixCache(reset_running_requests=True))
         for outputs in core.step().values():
             for output in outputs.outputs:
                 said[output.request_id] += output.new_token_ids

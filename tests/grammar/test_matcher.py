@@ -31,10 +31,10 @@ INTEGERS = {"type": "array", "items": {"type": "integer"}}
 
 
 def only_way(**kind) -> str:
-    """The text of a grammar that leaves no choice."""
+    """The text of a grammar that leaves no choice but that of tokens."""
     grammar, said = matcher(**kind), []
     while not grammar.is_finished():
-        (token,) = allowed(grammar)
+        token = max(allowed(grammar), key=lambda token: len(TOKENS[token]))
         assert grammar.accept(token)
         said.append(token)
     return text_of(said)

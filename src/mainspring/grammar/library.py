@@ -7,14 +7,14 @@ grammar may cost, when it is made and at every step: nothing here can be interru
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from mainspring.base.params import StructuredOutputsParams
-from mainspring.grammar.translate import translate
+from mainspring.grammar.translate import OPTIONS, translate
 from mainspring.grammar.words import GrammarError, one_line
 
 LIMITS = LLParserLimits(
@@ -38,18 +38,19 @@ _KEYWORDS = {
 }
 
 
+_QUOTE = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_PLACE = re.compile(
+    r"^at \d+\(\d+\): (failed to compile JSON schema: |invalid regex .*?\(in regex\): )", re.DOTALL
+)
+
+
 class Made(NamedTuple):
     matcher: LLMatcher  # at its beginning
     warnings: tuple[str, ...]  # what is not enforced; only where `lenient` was set
 
 
 class _Tokens:
-    """A vocabulary as the library wants to read it, and the way from forced text to tokens.
-
-    Where a grammar leaves one continuation only, the mask allows the one token that a reader of that text
-    would begin with, so the model is not led into spellings it never saw. Longest match comes near to what a
-    tokenizer does.
-    """
+    """A vocabulary as the library wants to read it."""
 
     bos_token_id = None
 
@@ -57,23 +58,12 @@ class _Tokens:
         self.tokens = tokens
         self.special_token_ids = special_ids
         self.eos_token_id = eos_token_id
-        self.tokenizer: LLTokenizer | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Every byte of `text` must be in the answer: what the library is not told it takes as said."""
-        if self.tokenizer is None:
-            return []  # it is being made, and tries whether bytes are understood
-        data = text.encode() if isinstance(text, str) else text
-        try:
-            return self.tokenizer.greedy_tokenize(data.decode())
-        except UnicodeDecodeError as error:  # part of a character
-            whole = self.tokenizer.greedy_tokenize(data[: error.start].decode())
-            return [*whole, *(self._byte_ids[byte] for byte in data[error.start :])]
-
-    @cached_property
-    def _byte_ids(self) -> dict[int, int]:
-        special = set(self.special_token_ids)
-        return {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in special}
+        """Text to ids. It is asked for when the vocabulary is made, and else only where text is forced."""
+        if text in (b"test", "test"):
+            return []
+        raise AssertionError("no grammar forces text here")
 
 
 def make_tokenizer(
@@ -82,11 +72,8 @@ def make_tokenizer(
     """`tokens[id]` is what a token says. `end_ids` end a text, where the grammar allows; at least one.
     `vocab_size` may be larger than there are tokens: models have more rows."""
     padded = [*tokens[:vocab_size], *[b""] * (vocab_size - len(tokens))]
-    words = _Tokens(padded, [i for i in special_ids if i < vocab_size], end_ids[0])
-    words.tokenizer = LLTokenizer(
-        TokenizerWrapper(words), n_vocab=vocab_size, eos_token=list(end_ids), slices=LLTokenizer.json_slices()
-    )
-    return words.tokenizer
+    words = TokenizerWrapper(_Tokens(padded, [i for i in special_ids if i < vocab_size], end_ids[0]))
+    return LLTokenizer(words, n_vocab=vocab_size, eos_token=list(end_ids), slices=LLTokenizer.json_slices())
 
 
 def make_matcher(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> Made:
@@ -100,9 +87,8 @@ def make_matcher(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> Made
         raise GrammarError(f"{asked.kind}: {'; '.join(warnings)}")
     matcher.compute_bitmask()  # also so that the first step of every request finds it done
     if matcher.is_error():
-        fault = one_line(matcher.get_error())
-        cause = "no text fits it" if "NoExtension" in fault else f"it is too complex: {fault}"
-        raise GrammarError(f"{asked.kind}: {cause}")
+        too_complex = f"it is too complex: {one_line(matcher.get_error())}"
+        raise GrammarError(f"{asked.kind}: {'no text fits it' if _is_empty(matcher) else too_complex}")
     return Made(matcher, warnings)
 
 
@@ -111,18 +97,25 @@ def _check_whitespace(tokenizer: LLTokenizer, asked: StructuredOutputsParams) ->
     if not asked.whitespace_pattern:
         return
     pattern = asked.whitespace_pattern.replace("/", r"\/")
-    wrong = rf"start: OTHER" "\n" rf"OTHER: /{pattern}/ & ~/[ \t\n\r]*/"
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(wrong), log_level=0, limits=LIMITS)
+    others = f"start: OTHER\nOTHER: /{pattern}/ & ~/[ \\t\\n\\r]*/\n{OPTIONS}\n"
+    matcher = LLMatcher(tokenizer, others, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise GrammarError(f"whitespace_pattern: {one_line(matcher.get_error())}")
+        raise GrammarError(f"whitespace_pattern: {_worded(matcher.get_error())}")
     matcher.compute_bitmask()
-    if not matcher.is_error():
+    if not matcher.is_error() or not _is_empty(matcher):
         raise GrammarError("whitespace_pattern may match only spaces, tabs and line ends")
 
 
+def _is_empty(matcher: LLMatcher) -> bool:
+    """Of a matcher that has failed at its beginning: no text fits."""
+    return "NoExtension" in matcher.get_error()
+
+
 def _worded(message: str) -> str:
-    """The library's message in one line, with the keyword at fault and without advice that does not apply."""
-    line = one_line(message)
+    """The library's message in one line, with the keyword at fault, and without what does not help: a quote
+    of the grammar that was made here, and advice that does not apply."""
+    message = _QUOTE.sub("", message)
+    line = one_line(_PLACE.sub("", message))
     if line.startswith("oneOf constraints are not supported"):
         return "oneOf is not supported where more than one of its schemas may fit; use anyOf"
     for beginning, keyword in _KEYWORDS.items():

@@ -53,7 +53,7 @@ def structural_tag_to_lark(tag: Any, json_options: Mapping[str, Any], closed: bo
         body = writer.node(node, is_last=True)
     except RecursionError:
         raise GrammarError("structural_tag is nested too deeply") from None
-    return "\n".join(["%llguidance {}", f"start: {body}", *writer.rules])
+    return "\n".join([f"start: {body}", *writer.rules])
 
 
 def _structure_as_tag(structure: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -28,36 +28,49 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 1 << 20  # of a schema, a pattern, a grammar, or all choices
 MAX_EBNF_BYTES = 1 << 16  # rewritten by Python code, which is slower than the library's
 WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
-ANY_OBJECT = '{"type": "object"}'
+# Else, where only one text can follow, a mask is of the one token that the library would take: that costs
+# time in proportion to all of that text, at every step, and the model knows best how it spells it.
+OPTIONS = '%llguidance {"no_forcing": true}'
 
+_NO_OPTIONS = re.compile(r"^\s*%llguidance\s*\{\s*\}", re.MULTILINE)
 _EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def translate(asked: StructuredOutputsParams) -> str:
-    """The library's notation of `asked`. Raises `GrammarError`."""
+    """`asked` as a grammar in Lark's notation. Raises `GrammarError`."""
     kind = asked.kind
     value = getattr(asked, kind)
     _check_size(kind, value)
+    return f"{_lark(kind, value, asked)}\n{OPTIONS}\n"
+
+
+def _lark(kind: str, value: Any, asked: StructuredOutputsParams) -> str:
     match kind:
         case "json":
-            schema = read_json(kind, value)
-            enforced = prepare_schema(kind, schema, closed=asked.disable_additional_properties)
-            text = value if enforced == schema else as_json(kind, enforced)  # as it was written
-            return LLMatcher.grammar_from_json_schema(text, overrides=json_options(asked))
+            return _json_rule(
+                prepare_schema(kind, read_json(kind, value), closed=asked.disable_additional_properties),
+                asked,
+            )
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(ANY_OBJECT, overrides=json_options(asked))
+            return _json_rule({"type": "object"}, asked)
         case "regex":
-            return LLMatcher.grammar_from_regex(value)
+            as_lark: str = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+            return as_lark
         case "choice":
             # Lark's literals are JSON's with everything but ASCII escaped.
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, dict.fromkeys(value)))}")
+            return f"start: {' | '.join(map(json.dumps, dict.fromkeys(value)))}"
         case "grammar":
-            return LLMatcher.grammar_from_lark(_as_lark(value))
+            return _as_lark(value)
         case "structural_tag":
-            tag, closed = read_json(kind, value), asked.disable_additional_properties
-            return LLMatcher.grammar_from_lark(structural_tag_to_lark(tag, json_options(asked), closed))
+            return structural_tag_to_lark(
+                read_json(kind, value), json_options(asked), asked.disable_additional_properties
+            )
         case other:
             raise AssertionError(f"no notation for {other}")
+
+
+def _json_rule(schema: dict[str, Any], asked: StructuredOutputsParams) -> str:
+    return f"start: %json {as_json('json', schema | {OPTIONS_KEY: dict(json_options(asked))})}"
 
 
 def json_options(asked: StructuredOutputsParams) -> JsonCompileOptions:
@@ -80,11 +93,14 @@ def _as_lark(text: str) -> str:
     if OPTIONS_KEY in re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text):
         raise GrammarError(f"grammar has the keyword {OPTIONS_KEY}, which is not a schema's to set")
     if _EBNF_RULE.search(text) is None:
+        text = _NO_OPTIONS.sub("", text)
+        if "%llguidance" in text:
+            raise GrammarError("grammar has options (%llguidance), which are not a grammar's to set")
         return text
     if len(text) > MAX_EBNF_BYTES:
         raise GrammarError(f"grammar in EBNF has {len(text)} characters; at most {MAX_EBNF_BYTES}")
     try:
-        return gbnf_to_lark(text)
+        return _NO_OPTIONS.sub("", gbnf_to_lark(text))
     except RecursionError:
         raise GrammarError("grammar is nested too deeply") from None
     except Exception as error:  # it has a type of its own for some mistakes, and none for others

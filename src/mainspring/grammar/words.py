@@ -32,6 +32,8 @@ def as_json(name: str, value: Any) -> str:
     """Raises `GrammarError` for a number that was too large to be read."""
     try:
         return json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise GrammarError(f"{name} is nested too deeply") from None
     except ValueError:
         raise GrammarError(f"{name} has a number that is too large") from None
 
