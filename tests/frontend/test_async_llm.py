@@ -36,6 +36,7 @@ from mainspring.engine.build import build_engine
 from mainspring.engine.client import InprocClient
 from mainspring.engine.launch import CoreProcess
 from mainspring.engine.mp_client import AsyncMPClient
+from mainspring.frontend import async_llm
 from mainspring.frontend.async_llm import AsyncLLM, merge
 from mainspring.frontend.input_processor import InputProcessor
 from mainspring.frontend.output_processor import OutputProcessor
@@ -423,8 +424,9 @@ def test_refusals_are_the_callers_alone():
     on_loop(body())
 
 
-def test_many_outputs_let_others_have_their_turn():
+def test_many_outputs_let_others_have_their_turn(monkeypatch):
     """A message for more requests than a slice holds is worked off in slices."""
+    monkeypatch.setattr(async_llm, "SLICE", 128)
 
     async def body():
         llm, client = scripted()
@@ -441,6 +443,30 @@ def test_many_outputs_let_others_have_their_turn():
             await asyncio.gather(*tasks)
 
     on_loop(body())
+
+
+def test_messages_that_wait_are_merged():
+    """A front end that is behind reads them in one turn, and each stream gets one output of them all."""
+
+    async def body():
+        llm, client = scripted(lambda request: list(b"abcdefgh"))
+        said, waiting = asyncio.Event(), []
+
+        async def next_of_those() -> EngineCoreOutputs:
+            await said.wait()
+            return waiting.pop(0) if waiting else await asyncio.Event().wait()
+
+        client.get_output = next_of_those
+        async with llm:
+            tasks = [asyncio.create_task(read(llm, "hello", params(max_tokens=8))) for _ in range(3)]
+            await until(lambda: len(client.inner.live) == 3)
+            waiting += [client.inner.get_output() for _ in range(8)]
+            said.set()
+            return await asyncio.gather(*tasks)
+
+    for outputs in on_loop(body()):
+        assert joined(outputs) == (list(b"abcdefgh"), "abcdefgh", "length")
+        assert len(outputs) == 1
 
 
 def with_cause(error: BaseException) -> BaseException:

@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SLICE = 128  # outputs processed before others on the loop get their turn
+# Outputs processed before others on the loop get their turn: some 4 ms. Where messages wait, several are
+# processed in one turn, and streams merge them (rule 2): fewer writes for as many tokens, so it catches up.
+SLICE = 1024
 SHUT_DOWN = "the engine was shut down"
 
 
@@ -278,15 +280,20 @@ async def _handle_outputs(
     """The only reader of `client`, until one of them ends."""
     cause: str | None = "the task that reads the engine core's outputs was cancelled"
     logging = None
+    num_taken = 0  # since others had their turn
     if streams.stats is not None:
         logging = _background_task(log_regularly(streams.stats, stat_loggers), "mainspring-stats")
     try:
         while True:
             news = await client.get_output()
             for start in range(0, len(news.outputs), SLICE):
-                if ids := streams.take(news.outputs[start : start + SLICE], news.timestamp_s):
+                some = news.outputs[start : start + SLICE]
+                if ids := streams.take(some, news.timestamp_s):
                     await client.abort_requests(ids)
-                await asyncio.sleep(0)
+                num_taken += len(some)
+                if num_taken >= SLICE:
+                    num_taken = 0
+                    await asyncio.sleep(0)
             if streams.stats is not None:
                 streams.stats.message_read(news.scheduler_stats)
     except EngineDeadError as error:
