@@ -346,6 +346,17 @@ def test_quantile_of_what_came_between():
     assert serve.quantile_bound(before, before, 0.99) is None
 
 
+def test_json_knows_no_infinity():
+    late = Histogram.of((1.0,))
+    late.observe(9.0)
+    measured = Measurement(LoadArgs(), "toy", [answer(0.0, 0.1)], 1.0, ServerReading(), ServerReading(), late)
+    found = serve.figures(measured)
+    assert found["p99_client_loop_delay_ms_at_most"] == "inf"
+    assert found["server_cpu_us_per_output_token"] is None
+    json.dumps(found, allow_nan=False)
+    assert "p99 of its delay is at most inf ms" in serve.table(measured)
+
+
 def test_cpu_of_a_process():
     before_s = serve.cpu_seconds(os.getpid())
     end_s = time.process_time() + 0.1

@@ -96,7 +96,7 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(
             f"{num_streams:>8} {found['output_throughput']:>10,.0f} "
             f"{found['server_cpu_us_per_output_token']:>12.1f} us "
-            f"{'<= ' + format(found['p99_server_loop_delay_ms_at_most'], 'g'):>13} ms "
+            f"{'<= ' + format(float(found['p99_server_loop_delay_ms_at_most']), 'g'):>13} ms "
             f"{found['p99_itl_ms']:>9.1f} ms p99"
         )
     lines.append(f"aims: {CPU_AIM_US:g} us with {FEW} streams, {DELAY_AIM_MS:g} ms with {MANY}")

@@ -274,21 +274,24 @@ def tokens_per_second(answers: Sequence[Answer]) -> list[int]:
     return np.bincount(times).tolist() if times else []
 
 
-def _server_figures(measured: Measurement, num_output: int) -> dict[str, float | None]:
+def _server_figures(measured: Measurement, num_output: int) -> dict[str, Any]:
     before, after = measured.before, measured.after
-    cpu_us, delay_ms = None, None
+    cpu_us, server = None, None
     if before.cpu_s is not None and after.cpu_s is not None and num_output:
         cpu_us = 1e6 * (after.cpu_s - before.cpu_s) / num_output
     if after.loop_delay is not None:
-        bound_s = quantile_bound(before.loop_delay or {}, after.loop_delay, PROBE_QUANTILE)
-        delay_ms = None if bound_s is None else 1000 * bound_s
-    own = dict(measured.client_delay.cumulative())
-    own_bound_s = quantile_bound({}, own, PROBE_QUANTILE)
+        server = quantile_bound(before.loop_delay or {}, after.loop_delay, PROBE_QUANTILE)
+    client = quantile_bound({}, dict(measured.client_delay.cumulative()), PROBE_QUANTILE)
     return {
         "server_cpu_us_per_output_token": cpu_us,
-        "p99_server_loop_delay_ms_at_most": delay_ms,
-        "p99_client_loop_delay_ms_at_most": None if own_bound_s is None else 1000 * own_bound_s,
+        "p99_server_loop_delay_ms_at_most": _in_ms(server),
+        "p99_client_loop_delay_ms_at_most": _in_ms(client),
     }
+
+
+def _in_ms(bound_s: float | None) -> float | str | None:
+    """As JSON has it, which knows no infinity."""
+    return "inf" if bound_s == math.inf else None if bound_s is None else 1000 * bound_s
 
 
 def table(measured: Measurement) -> str:
@@ -330,4 +333,4 @@ def _server_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{'front end, CPU':<24} {cpu_us:.1f} us per token written"
     for who in ("server", "client"):
         if (delay_ms := found[f"p99_{who}_loop_delay_ms_at_most"]) is not None:
-            yield f"{f'event loop, {who}':<24} p99 of its delay is at most {delay_ms:g} ms"
+            yield f"{f'event loop, {who}':<24} p99 of its delay is at most {float(delay_ms):g} ms"
