@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -256,21 +257,26 @@ def test_the_folder_of_the_sockets_goes_with_the_core(place: Place, blow: signal
 def test_folders_that_were_forgotten_are_removed_and_no_others(place: Place):
     """Left by a core and a front end that were killed at once."""
     old_s = time.time() - 2 * FORGOTTEN_S
-    names = {name: place.path / f"{PREFIX}{name}" for name in ("forgotten", "fresh", "held", "a file")}
+    kinds = ("forgotten", "fresh", "held", "full", "a file")
+    names = {name: place.path / f"{PREFIX}{name}" for name in kinds}
+        name: place.path / f"{PREFIX}{name}" for name in ("forgotten", "fresh", "held", "full", "a file")
+    }
     for name, path in names.items():
         path.touch() if name == "a file" else path.mkdir()
-        if name != "fresh":
-            os.utime(path, (old_s, old_s))
-    (names["forgotten"] / "input").touch()
-    os.utime(names["forgotten"], (old_s, old_s))
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(names["forgotten"] / "input"))
+    (names["full"] / "a text").touch()
+    for name in set(names) - {"fresh"}:
+        os.utime(names[name], (old_s, old_s))
     held = os.open(names["held"], os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_SH)
     client = place.client(fake_config())
     client.shutdown()
-    assert {name for name, path in names.items() if path.exists()} == {"fresh", "held", "a file"}
+    assert {name for name, path in names.items() if path.exists()} == {"fresh", "held", "full", "a file"}
     os.close(held)
+    (names["full"] / "a text").unlink()
     names["a file"].unlink()
-    for name in ("fresh", "held"):
+    for name in ("fresh", "held", "full"):
         names[name].rmdir()
 
 

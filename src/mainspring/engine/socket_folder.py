@@ -2,7 +2,7 @@
 
 It goes when the core ends, by the hand of the core or of who sees its end. Where both were killed it stays;
 therefore it is locked as long as the process that made it lives, and who makes the next one removes those
-that nobody holds.
+that nobody holds and in which nothing but sockets is.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 
 from mainspring.base.errors import ConfigError
 
-PREFIX = "mainspring-"
+PREFIX = "mainspring-sockets-"
 MAX_BYTES = 90  # of its path: a socket's may have some 107, its name in the folder included
 FORGOTTEN_S = 60.0  # a younger one may be about to be locked
 
@@ -57,6 +58,10 @@ def _remove_unless_held(path: str) -> None:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        names = os.listdir(folder)
+        if all(stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names):
+            for name in names:
+                os.unlink(name, dir_fd=folder)
+            os.rmdir(path)
     finally:
         os.close(folder)
