@@ -259,8 +259,6 @@ def test_folders_that_were_forgotten_are_removed_and_no_others(place: Place):
     old_s = time.time() - 2 * FORGOTTEN_S
     kinds = ("forgotten", "fresh", "held", "full", "a file")
     names = {name: place.path / f"{PREFIX}{name}" for name in kinds}
-        name: place.path / f"{PREFIX}{name}" for name in ("forgotten", "fresh", "held", "full", "a file")
-    }
     for name, path in names.items():
         path.touch() if name == "a file" else path.mkdir()
     with socket.socket(socket.AF_UNIX) as bound:
