@@ -971,3 +971,36 @@ def test_a_loop_that_is_never_run_again_is_no_traceback(smollm2):
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "enough\n", "")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_ctrl_c_while_a_core_loads_that_is_stuck(smollm2, tmp_path):
+    """Case B007: the thread that waits for it does not keep the program from ending."""
+    (tmp_path / "stuck.py").write_text("import time\ndef make(config):\n    time.sleep(600)\n")
+    program = f"""
+        import asyncio, os, signal, threading, time
+        from mainspring import AsyncEngineArgs, AsyncLLM
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        args = AsyncEngineArgs(model={str(smollm2)!r}, executor="stuck:make")
+
+        async def main():
+            asyncio.get_running_loop().call_later(1.0, os.kill, os.getpid(), signal.SIGINT)
+            await AsyncLLM.launch(args)
+
+        print(time.monotonic())
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            print(time.monotonic())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    started_s, ended_s = map(float, done.stdout.split())
+    assert ended_s - started_s < 1.0 + 5.0

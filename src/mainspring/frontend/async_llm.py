@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -409,17 +410,19 @@ class AsyncLLM:
         args: EngineArgs,
         *,
         stat_loggers: Sequence[StatLogger] | None = None,
+        given_up: threading.Event | None = None,
     ) -> AsyncLLM:
         """Find the model, decide the settings, start the core in a process of its own; returns once it can
-        serve. Where a loop must go on meanwhile, call it by `asyncio.to_thread`.
+        serve. Where a loop must go on meanwhile there is `launch`.
 
         Requests get `args.shutdown_timeout` seconds to finish in `shutdown`. Raises `CheckpointError` for a
-        model that is not there or not sound, `ConfigError` for settings.
+        model that is not there or not sound, `ConfigError` for settings, `EngineDeadError` if the core ends
+        meanwhile or another thread sets `given_up`.
         """
         from mainspring.engine.launch import CoreProcess
         from mainspring.engine.mp_client import AsyncMPClient
 
-        start = partial(CoreProcess, shutdown_timeout_s=args.shutdown_timeout)
+        start = partial(CoreProcess, shutdown_timeout_s=args.shutdown_timeout, given_up=given_up)
         process, facts, tokenizer = start_core(args, start)
         return cls(
             partial(AsyncMPClient, process),
@@ -432,6 +435,17 @@ class AsyncLLM:
             stat_loggers=stat_loggers,
             cache_facts=process.ready.cache_facts,
         )
+
+    @classmethod
+    async def launch(cls, args: EngineArgs, *, stat_loggers: Sequence[StatLogger] | None = None) -> AsyncLLM:
+        """`from_engine_args` for a loop, which goes on meanwhile; cancelled, it gives the start up."""
+        given_up = threading.Event()
+        make = partial(cls.from_engine_args, args, stat_loggers=stat_loggers, given_up=given_up)
+        try:
+            return await asyncio.to_thread(make)
+        except asyncio.CancelledError:
+            given_up.set()  # or the interpreter's end would wait for the thread
+            raise
 
     # --- requests -------------------------------------------------------------------------------------------
 
