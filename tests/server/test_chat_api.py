@@ -398,7 +398,6 @@ def test_messages_that_are_none(paris, messages):
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"reasoning_effort": "high"},
-        {"use_beam_search": True},
         {"logprob_token_ids": [5]},
         {"thinking_token_budget": 5},
         {"kv_transfer_params": {"a": 1}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from server_toys import TOY, scripted, text_script
+from server_toys import TOY, fake, is_idle, scripted, text_script, wait_until
 
 ANSWER = "12345678"
 
@@ -124,6 +124,34 @@ def test_the_best_of_several():
         assert body["usage"]["completion_tokens"] == 12
 
 
+def test_beam_search():
+    """The best `n` of all continuations, by an exhaustive count; a beam that ends is an answer."""
+    with fake() as server:
+
+        def logprobs(ids: list[int]) -> dict[int, float]:
+            fields = {"max_tokens": 1, "logprobs": 20, "temperature": 0, "return_tokens_as_token_ids": True}
+            body = server.complete(ids, ignore_eos=True, **fields).json["choices"][0]
+            return {
+                int(k.removeprefix("token_id:")): v for k, v in body["logprobs"]["top_logprobs"][0].items()
+            }
+
+        prompt, width = [104, 105], 2
+        beams = [([], 0.0)]
+        for _ in range(3):
+            grown = [
+                ([*ids, t], lp + more) for ids, lp in beams for t, more in logprobs(prompt + ids).items()
+            ]
+            beams = sorted(grown, key=lambda beam: beam[1], reverse=True)[:width]
+        fields = {"use_beam_search": True, "n": width, "max_tokens": 3, "ignore_eos": True}
+        body = server.complete(prompt, return_token_ids=True, **fields).json
+        assert [choice["token_ids"] for choice in body["choices"]] == [ids for ids, _ in beams]
+        assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * width
+        assert body["usage"]["completion_tokens"] == 3 * width
+        ended = server.complete([104, 105], use_beam_search=True, n=3, max_tokens=4, length_penalty=0.5)
+        assert len(ended.json["choices"]) == 3
+        wait_until(lambda: is_idle(server))
+
+
 def test_ids_are_reported(server):
     body = server.complete(return_token_ids=True, max_tokens=2).json["choices"][0]
     assert (body["prompt_token_ids"], body["token_ids"]) == (TOY.encode("hello"), text_script(ANSWER)[:2])
@@ -184,7 +212,9 @@ def test_prompt_is_needed(server):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 3, "stream": True}, "best_of"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "n": 11}, "logprobs"),
     ],
 )
 def test_what_is_refused(server, fields, param):

@@ -8,6 +8,7 @@ beginning, which is then read once and given to all sequences (`llama_memory_seq
 
 import ctypes
 import itertools
+import re
 import time
 
 import llama_cpp as lib
@@ -35,7 +36,7 @@ class LlamaCpp:
             "n_batch": N_BATCH,
             "n_ubatch": self._n_ubatch,
             "kv_unified": "only for common prompts",
-            "system_info": lib.llama_print_system_info().decode(),
+            "compiled for": compiled_for(),
         }
         return Loaded(lib.__version__, settings)
 
@@ -111,6 +112,12 @@ class LlamaCpp:
                 logits = np.ctypeslib.as_array(lib.llama_get_logits(context), (num_wanted, self._vocab_size))
                 chosen += logits.argmax(axis=1).tolist()
         return chosen
+
+
+def compiled_for() -> str:
+    """Names of the instruction sets that the library was compiled with."""
+    named = re.findall(r"(\w+) = 1\b", lib.llama_print_system_info().decode())
+    return " ".join(named)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import time
 
 from answering import Done, Load, Loaded, Run, answer_orders
 
-KV_BYTES_PER_GIB = 1 << 30
-RECOMMENDED = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING", "LD_PRELOAD")
+KV_CACHE_BYTES = 2 << 30
 
 
 class VLLM:
@@ -19,13 +18,17 @@ class VLLM:
             "dtype": "bfloat16",
             "max_model_len": load.max_len,
             "max_num_seqs": load.max_requests,
-            "kv_cache_memory_bytes": 2 * KV_BYTES_PER_GIB,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
             "enable_prefix_caching": True,
             **load.settings,
         }
         self._llm = vllm.LLM(load.model, disable_log_stats=True, **settings)
-        chosen = {name: os.environ[name] for name in RECOMMENDED if name in os.environ}
-        return Loaded(vllm.__version__, {**settings, **chosen})
+        preloaded = [os.path.basename(library) for library in os.environ["LD_PRELOAD"].split(":")]
+        environment = {
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+            "LD_PRELOAD": " ".join(preloaded),
+        }
+        return Loaded(vllm.__version__, settings | environment)
 
     def run(self, run: Run) -> Done:
         from vllm import SamplingParams

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from mainspring.base.params import StructuredOutputsParams
@@ -22,6 +23,8 @@ LIMITS = LLParserLimits(
     verbose_errors=False,  # messages quote no more of a client's grammar than they must
 )
 
+
+NUM_BEGINNINGS = 8  # tokens that are tried
 
 # How the library's messages begin, and the keyword they speak of without naming it.
 _KEYWORDS = {
@@ -85,11 +88,22 @@ def make_matcher(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> Made
     warnings = tuple(map(_worded, matcher.get_grammar_warnings()))
     if warnings and not asked.lenient:
         raise GrammarError(f"{asked.kind}: {'; '.join(warnings)}")
-    matcher.compute_bitmask()  # also so that the first step of every request finds it done
+    _try_beginnings(matcher, asked)
+    return Made(matcher, warnings)
+
+
+def _try_beginnings(matcher: LLMatcher, asked: StructuredOutputsParams) -> None:
+    """The first mask, and one token: what is too complex is often so from the first brace on. It also means
+    that the first step of every request finds this done."""
+    mask = matcher.compute_bitmask()
     if matcher.is_error():
         too_complex = f"it is too complex: {one_line(matcher.get_error())}"
         raise GrammarError(f"{asked.kind}: {'no text fits it' if _is_empty(matcher) else too_complex}")
-    return Made(matcher, warnings)
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    for token_id in allowed[:NUM_BEGINNINGS].tolist():
+        beginning = matcher.deep_copy()
+        if not beginning.consume_token(token_id):
+            raise GrammarError(f"{asked.kind}: it is too complex: {one_line(beginning.get_error())}")
 
 
 def _check_whitespace(tokenizer: LLTokenizer, asked: StructuredOutputsParams) -> None:

@@ -71,6 +71,7 @@ class ChatWriter:
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
             prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
             prompt_text=self._prompt.text if self._with_text else None,
+            warnings=output.warnings or UNSET,
         )
 
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
@@ -119,6 +120,7 @@ class ChatWriter:
             chunk = self._chunk(ChatChunkChoice(index, ChatDelta(self._role, "")))
             chunk.prompt_token_ids = output.prompt_token_ids if self._with_ids else None
             chunk.prompt_text = self._prompt.text if self._with_text else None
+            chunk.warnings = output.warnings or UNSET
             yield chunk
         if self._echo:
             for index in range(self._n):

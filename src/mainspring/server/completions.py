@@ -76,6 +76,7 @@ class CompletionWriter:
             choices=choices,
             system_fingerprint=head.fingerprint,
             usage=self._tally.usage(cached),
+            warnings=next((output.warnings for output in outputs if output.warnings), UNSET),
         )
 
     def _choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
@@ -145,6 +146,7 @@ class CompletionWriter:
         )
         if answer.finish_reason is not None:
             chunk.system_fingerprint = fingerprint_at_end(self._head, self._reporting)
+            chunk.warnings = output.warnings or UNSET
         return chunk
 
     def _chunk(self, *choices: CompletionChunkChoice) -> CompletionChunk:

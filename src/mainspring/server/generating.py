@@ -18,9 +18,11 @@ from starlette.responses import Response
 from mainspring.base.params import SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.server.answering import Question, answer
+from mainspring.server.beam import make_search, search_all
 from mainspring.server.chat import ChatWriter
 from mainspring.server.completions import CompletionWriter
 from mainspring.server.errors import ApiError
+from mainspring.server.http import JSONReply, while_connected
 from mainspring.server.logprobs import TokenNames
 from mainspring.server.prompts import TokenPrompt, chat_prompt, completion_prompts, is_long, truncated
 from mainspring.server.reading import answer_id, priority_of, read
@@ -93,6 +95,9 @@ async def _answer(
         _salt(body.cache_salt),
         {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
     )
+    if body.use_beam_search:
+        search = search_all(llm, question, make_search(body, params, llm))
+        return JSONReply(writer.whole(await while_connected(request.receive, search)))
     keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
     reply = await answer(llm, request, question, writer, keep_alive_s)
     if (load := load_report(llm, request.headers.get(LOAD_FORMAT))) is not None:

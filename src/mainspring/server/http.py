@@ -92,7 +92,7 @@ def _refused(words: str) -> ApiError:
     """msgspec's words, which say what was expected and where, with the field's name."""
     place = _PATH.search(words)
     name = place[1] if place else ""
-    if missing := re.search(r"missing required field `(\w+)`", words):
+    if not name and (missing := re.search(r"missing required field `(\w+)`", words)):
         name = missing[1]
     if not name:
         return ApiError(400, words, "body")

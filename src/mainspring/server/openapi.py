@@ -6,6 +6,7 @@ Which statuses an endpoint may answer with follows from what stands around it: o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def document(served: Iterable[Entry], needs_key: bool) -> dict[str, Any]:
 def _operation(entry: Entry, references: dict[Any, Any], needs_key: bool) -> dict[str, Any]:
     summary = (entry.endpoint.__doc__ or entry.endpoint.__name__.replace("_", " ")).strip().splitlines()[0]
     found: dict[str, Any] = {
-        "operationId": entry.endpoint.__name__,
+        "operationId": re.sub(r"\W+", "_", f"{entry.method.lower()}{entry.path}").strip("_"),
         "summary": summary,
         "responses": {"200": _success(entry, references)},
     }

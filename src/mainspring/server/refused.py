@@ -25,7 +25,6 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), AUDIO),
     "audio": ((), AUDIO),
     "web_search_options": ((), "web search is not supported; leave it out"),
-    "use_beam_search": ((False,), "beam search is not supported yet; leave it out, or use n"),
     "logprob_token_ids": (([],), "logprobs of chosen ids are not supported yet; use logprobs"),
     "repetition_detection": ((), "repetition detection is not supported yet; use repetition_penalty"),
     "watermarking": ((False,), "watermarks are not supported; leave it out"),

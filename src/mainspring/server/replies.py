@@ -98,6 +98,7 @@ class ChatReply(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
+    warnings: list[str] | UnsetType = UNSET  # what a lenient constraint does not enforce
 
 
 class ChatDelta(msgspec.Struct):
@@ -126,6 +127,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     )
     prompt_token_ids: list[int] | UnsetType | None = UNSET  # in the first
     prompt_text: str | UnsetType | None = UNSET  # likewise
+    warnings: list[str] | UnsetType = UNSET  # likewise: what a lenient constraint does not enforce
 
 
 # -- completions ---------------------------------------------------------------------------------------------
@@ -155,6 +157,7 @@ class CompletionReply(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
+    warnings: list[str] | UnsetType = UNSET  # what a lenient constraint does not enforce
 
 
 class CompletionChunkChoice(msgspec.Struct):
@@ -175,6 +178,7 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
+    warnings: list[str] | UnsetType = UNSET  # in the last: what a lenient constraint does not enforce
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
