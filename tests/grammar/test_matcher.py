@@ -173,7 +173,7 @@ def test_white_space_is_bounded():
     assert not fits('{  "a": 1}', json_object=True)
     assert not fits('{\n\n"a": 1}', json_object=True)
     assert not fits('{"a": 1} ', json_object=True)
-    assert not fits("{\n" + " " * 17 + '"a": 1}', json_object=True)
+    assert not fits("{\n" + " " * 9 + '"a": 1}', json_object=True)
     assert not fits('{"a": 1}', json_object=True, whitespace_pattern=r"\n")  # it must be there
     assert fits('{"a":1}', json_object=True, disable_any_whitespace=True)
     assert not fits('{"a": 1}', json_object=True, disable_any_whitespace=True)

@@ -24,7 +24,7 @@ LIMITS = LLParserLimits(
 )
 
 
-NUM_BEGINNINGS = 8  # tokens that are tried
+NUM_BEGINNINGS = 64  # tokens that are tried
 
 # How the library's messages begin, and the keyword they speak of without naming it.
 _KEYWORDS = {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 1 << 20  # of a schema, a pattern, a grammar, or all choices
 MAX_EBNF_BYTES = 1 << 16  # rewritten by Python code, which is slower than the library's
-WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
+WHITESPACE = r" |\n {0,8}|\n\t{0,4}"
 # Else, where only one text can follow, a mask is of the one token that the library would take: that costs
 # time in proportion to all of that text, at every step, and the model knows best how it spells it.
 OPTIONS = '%llguidance {"no_forcing": true}'

@@ -1,0 +1,66 @@
+"""Structured outputs of the real model: from a chat to text that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from mainspring import LLM, RequestError, SamplingParams, StructuredOutputsParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "北京"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "Who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    with LLM(smollm2, kernels="numpy", in_process=True, max_model_len=512, num_gpu_blocks_override=65) as llm:
+        yield llm
+
+
+def ask(llm: LLM, **given):
+    given = {"max_tokens": 250, "temperature": 1.0, "seed": 7} | given
+    kinds = {
+        name: given.pop(name) for name in list(given) if name in StructuredOutputsParams.__struct_fields__
+    }
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**kinds) if kinds else None, **given)
+    return llm.chat([QUESTION], params, use_tqdm=False)[0]
+
+
+@pytest.mark.parametrize("pushed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_document(llm, pushed):
+    """Case B125: also where the model is pushed towards white space."""
+    encode = llm.get_tokenizer().encode
+    spaces = {encode(text, add_special_tokens=False)[0]: 20.0 for text in (" ", "\n")}
+    answer = ask(llm, json=SCHEMA, logit_bias=spaces if pushed else None).outputs[0]
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), SCHEMA)
+
+
+def test_a_pattern_and_a_choice(llm):
+    """Case B131."""
+    answer = ask(llm, regex="[一-龥]{2}, [A-Z][a-z]{3}!").outputs[0]
+    assert re.fullmatch("[一-龥]{2}, [A-Z][a-z]{3}!", answer.text)
+    assert ask(llm, choice=["Zürich 😀", "北京"], temperature=0.0).outputs[0].text in ("Zürich 😀", "北京")
+
+
+def test_lenient_is_reported(llm):
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
+    with pytest.raises(RequestError, match="uniqueItems") as caught:
+        ask(llm, json=schema)
+    assert caught.value.param == "structured_outputs"
+    output = ask(llm, json=schema, lenient=True)
+    assert "uniqueItems" in output.warnings[0]
+    assert isinstance(json.loads(output.outputs[0].text), list)
+    assert ask(llm, choice=["a"]).warnings is None
