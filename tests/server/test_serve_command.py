@@ -283,7 +283,7 @@ def test_a_server_from_beginning_to_end(smollm2):
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "reason"), [("30", "length"), ("0", "abort")])
 def test_sigterm_under_64_streams(smollm2, timeout_s, reason):
-    """Case B029: with time none is lost; without, each ends with a last chunk that says so."""
+    """Case B031: with time none is lost; without, each ends with a last chunk that says so."""
     num_tokens = 4 if reason == "length" else 400
     body = {"messages": HELLO, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     with program(str(smollm2), "--max-model-len", "512", "--shutdown-timeout", timeout_s) as server:
@@ -298,7 +298,7 @@ def test_sigterm_under_64_streams(smollm2, timeout_s, reason):
 
 
 def test_a_signal_while_loading_ends_all(smollm2):
-    """Case B031: nothing is waited for, nobody stays."""
+    """Case B007: nothing is waited for, nobody stays."""
     with program(str(smollm2)) as server:
         wait_until(server.children)
         children = server.children()
@@ -309,6 +309,38 @@ def test_a_signal_while_loading_ends_all(smollm2):
         assert time.monotonic() - begun_s < 5.0
         assert "told to end while the model was loading" in said or "ended" in said
         wait_until(lambda: all(map(is_gone, children)))
+
+
+@pytest.mark.parametrize("phase", ["loading", "serving"])
+def test_a_server_that_is_killed_takes_its_core_along(smollm2, phase):
+    """Case B028."""
+    with program(str(smollm2), "--max-model-len", "512") as server:
+        if phase == "serving":
+            server.wait_until_ready()
+        [core] = wait_until(server.children)
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: is_gone(core))
+
+
+def test_a_second_signal_does_not_wait_and_leaves_nothing(smollm2):
+    """Case B029: what is left is aborted at once, the end is orderly, however many signals come."""
+    body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with program(str(smollm2), "--max-model-len", "512", "--shutdown-timeout", "60") as server:
+        server.wait_until_ready()
+        children = server.children()
+        connection, response = server.send("POST", "/v1/chat/completions", body)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/livez").json == {"status": "draining"})
+        for _ in range(3):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        assert b'"finish_reason":"abort"' in response.read()
+        connection.close()
+        status, said = server.end()
+        assert (status, said.splitlines()[-1]) == (0, "ended")
+        assert "Traceback" not in said
+        assert all(map(is_gone, children))
 
 
 def test_a_model_that_is_none_is_one_line(tmp_path):

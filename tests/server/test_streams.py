@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server_toys import HELLO, PATIENCE_S, TOY, fake, is_idle, scripted, text_script, wait_until
+from server_toys import HELLO, PATIENCE_S, fake, is_idle, running, scripted, text_script, wait_until
+
+from mainspring.server.run import NeverReady, raise_descriptor_limit
 
 ENDLESS = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True}
 
@@ -154,6 +158,47 @@ def test_health_under_load():
         wait_until(lambda: is_idle(server))
 
 
+CROWD = """
+import asyncio, json, resource, sys
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+port = int(sys.argv[1])
+body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+head = b"POST /v1/completions HTTP/1.1\\r\\nhost: a\\r\\nconnection: close\\r\\n"
+sent = head + b"content-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body
+
+async def one():
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    reply = await reader.read()
+    writer.close()
+    return reply.startswith(b"HTTP/1.1 200")
+
+async def all_of_them():
+    return await asyncio.gather(*(one() for _ in range(2000)))
+
+print(sum(asyncio.run(all_of_them())))
+"""
+
+
+@pytest.mark.slow
+def test_two_thousand_at_once():
+    """Case B011: all of them are answered, and probes and lists meanwhile."""
+    raise_descriptor_limit()
+    with fake() as server:
+        crowd = subprocess.Popen([sys.executable, "-c", CROWD, str(server.port)], stdout=subprocess.PIPE)
+        slowest_s = 0.0
+        while crowd.poll() is None:
+            for path in ("/health", "/v1/models", "/metrics"):
+                begun_s = time.monotonic()
+                assert server.get(path).status == 200
+                slowest_s = max(slowest_s, time.monotonic() - begun_s)
+            time.sleep(0.05)
+        assert crowd.communicate()[0] == b"2000\n"
+        assert slowest_s < 5.0, "on an idle machine less than one"
+        wait_until(lambda: is_idle(server))
+
+
 # -- the end -------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +209,7 @@ def read_stream(server, **fields):
 
 @pytest.mark.parametrize(("timeout_s", "reason"), [(30.0, "length"), (0.0, "abort")])
 def test_the_end_under_64_streams(timeout_s, reason):
-    """Case B029: readiness goes first; new requests are refused; with time every answer becomes whole,
+    """Case B031: readiness goes first; new requests are refused; with time every answer becomes whole,
     without it each ends with a last chunk that says so."""
     with fake({"step_s": 0.01}, shutdown_timeout=timeout_s) as server, ThreadPoolExecutor(64) as clients:
         count = 40 if timeout_s else 400
@@ -193,7 +238,7 @@ def test_the_end_under_64_streams(timeout_s, reason):
 
 
 def test_the_end_comes_after_its_time():
-    """Case B030: what is not finished in time is aborted, and nothing waits longer."""
+    """Case B031: what is not finished in time is aborted, and nothing waits longer."""
     with fake({"step_s": 0.01}, shutdown_timeout=0.3) as server, ThreadPoolExecutor(4) as clients:
         streams = [clients.submit(read_stream, server, max_tokens=480) for _ in range(4)]
         wait_until(lambda: server.service.num_live == 4)
@@ -223,9 +268,6 @@ def test_a_reader_that_never_reads_does_not_hold_the_end(monkeypatch):
 
 
 def test_a_signal_while_the_model_loads():
-    from server_toys import running
-
-    from mainspring.server.run import NeverReady
 
     held = threading.Event()
     with running(lambda: held.wait(PATIENCE_S), wait=False) as server:
@@ -283,4 +325,3 @@ def test_steering():
         assert server.chat().status == 200
         info = server.get("/server_info").json
         assert info["settings"]["server_dev_mode"] is True
-        assert TOY is not None

@@ -59,7 +59,8 @@ class ChatWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatReply:
         [output] = outputs
         self._tally.add(0, output)
-        cached = CachedTokens(self._tally.num_cached_tokens) if self._reporting.cached_tokens else None
+        num_cached = self._tally.num_cached_tokens if self._reporting.cached_tokens else None
+        cached = None if num_cached is None else CachedTokens(num_cached)
         head = self._head
         return ChatReply(
             id=head.id,

@@ -68,7 +68,8 @@ class CompletionWriter:
             shown = best(output.outputs, self._n)
             choices += [self._choice(prompt_index, output, answer) for answer in shown]
         head = self._head
-        cached = CachedTokens(self._tally.num_cached_tokens, None) if self._reporting.cached_tokens else None
+        num_cached = self._tally.num_cached_tokens if self._reporting.cached_tokens else None
+        cached = None if num_cached is None else CachedTokens(num_cached, None)
         return CompletionReply(
             id=head.id,
             created=head.created,

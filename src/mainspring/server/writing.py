@@ -63,7 +63,8 @@ class Tally:
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self._prompts[prompt_index] = len(output.prompt_token_ids)
-        self._cached[prompt_index] = output.num_cached_tokens or 0
+        if output.num_cached_tokens is not None:
+            self._cached[prompt_index] = output.num_cached_tokens
         self.num_completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
 
     def usage(
@@ -81,8 +82,9 @@ class Tally:
         )
 
     @property
-    def num_cached_tokens(self) -> int:
-        return sum(self._cached.values())
+    def num_cached_tokens(self) -> int | None:
+        """None where nobody counted: in a beam search."""
+        return sum(self._cached.values()) if self._cached else None
 
 
 def fingerprint_at_end(head: Head, reporting: Reporting) -> str | UnsetType:
