@@ -140,10 +140,10 @@ def make_real(path: Path, cases: Sequence[dict], max_tokens: int) -> Bench:
     """One copy of the weights serves all engines, one after the other."""
     with GGUFFile(path) as file:
         facts = model_facts(file)
-    settings = SETTINGS | {"load_format": "auto", "max_model_len": 64 + max_tokens}
+    settings = SETTINGS | {"kernels": "numpy", "load_format": "auto", "max_model_len": 64 + max_tokens}
     decoder = load_model(resolve(EngineArgs(**settings), facts))
     return make_bench(
-        facts, lambda config: decoder, settings, [case["prompt_ids"] for case in cases], max_tokens
+        facts, lambda config, progress: decoder, settings, [case["prompt_ids"] for case in cases], max_tokens
     )
 
 
