@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mainspring.base.config import Vocabulary
+from mainspring.base.config import Vocabulary, usable_cores
 from mainspring.base.messages import EngineCoreRequest
 from mainspring.base.params import StructuredOutputsParams
 from mainspring.base.protocols import Grammar
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mainspring.grammar.matcher import Matcher
 
 TIMEOUT_S = 10.0
-NUM_THREADS = 2
+NUM_THREADS = max(1, min(4, usable_cores() // 2))  # the loop and the kernels need the others
 MAX_REMEMBERED_BYTES = 4 << 20  # of schemas and patterns; what they compile to takes some ten times as much
 MAX_USES = 64
 
