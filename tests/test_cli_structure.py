@@ -39,7 +39,7 @@ def test_each_flag_is_a_structure(tmp_path: Path):
 def test_mistakes_are_named(tmp_path: Path):
     with pytest.raises(RequestError, match="--json-schema and --regex contradict"):
         read("--regex", "a", "--json-schema", "{}")
-    with pytest.raises(RequestError, match="--json-schema 'nope.json' is neither"):
+    with pytest.raises(RequestError, match=r"--json-schema 'nope\.json' is neither"):
         read("--json-schema", "nope.json")
     (tmp_path / "latin").write_bytes(b"\xff")
     with pytest.raises(RequestError, match="not UTF-8"):

@@ -176,21 +176,6 @@ def test_a_text_that_is_cut_is_a_beginning():
     core.shutdown()
 
 
-def test_masks_that_leave_nothing():
-    """Case B109: a grammar and an allow list that exclude each other end their own request in words."""
-    core, _ = make_core()
-    ended = run(
-        core,
-        [
-            request("a", asked(choice=["yes"]), allowed_token_ids=[ord("n")], logit_bias=None),
-            request("b", asked(choice=["yes"])),
-        ],
-    )
-    assert ended["b"].finish_reason is FinishReason.STOP
-    assert ended["a"].finish_reason in (FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH)
-    core.shutdown()
-
-
 # -- what fails is one request -------------------------------------------------------------------------------
 
 

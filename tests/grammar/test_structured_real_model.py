@@ -64,3 +64,19 @@ def test_lenient_is_reported(llm):
     assert "uniqueItems" in output.warnings[0]
     assert isinstance(json.loads(output.outputs[0].text), list)
     assert ask(llm, choice=["a"]).warnings is None
+
+
+def test_masks_that_leave_nothing(llm):
+    """Case B109: a choice and an allow list that exclude each other end their own request in words; so does a
+    client that asks for the impossible beside one that does not."""
+    prompt = llm.chat_prompt(QUESTION)
+    no = llm.get_tokenizer().encode("no", add_special_tokens=False)
+    choice = StructuredOutputsParams(choice=["yes"])
+    params = [
+        SamplingParams(max_tokens=5, allowed_token_ids=no, structured_outputs=choice),
+        SamplingParams(max_tokens=5, structured_outputs=choice),
+    ]
+    wrong, right = (output.outputs[0] for output in llm.generate([prompt, prompt], params, use_tqdm=False))
+    assert (wrong.finish_reason, wrong.text) == ("error", "")
+    assert "no token is allowed here" in wrong.error
+    assert (right.finish_reason, right.text) == ("stop", "yes")
