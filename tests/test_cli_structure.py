@@ -47,7 +47,7 @@ def test_mistakes_are_named(tmp_path: Path):
 
 
 def test_help_names_the_everyday_ones():
-    for argv, shown in (((), 4), (("--help=all",), 6)):
+    for argv, shown in (((), 3), (("--help=all",), 6)):
         parser = Parser("test", "", (), argv)
         add_structure_flags(parser)
         text = parser.format_help()

@@ -17,11 +17,11 @@ FLAGS = (*FILES, "regex", "choice", "json_object")
 
 def add_structure_flags(parser: Parser) -> None:
     group = parser.add_argument_group("what the text must look like (one of these)")
+    rare = None if parser.show_all else argparse.SUPPRESS
     group.add_argument("--json-schema", metavar="JSON", help="JSON that fits this schema, or that file's")
-    group.add_argument("--json-object", action="store_true", help="any JSON object")
+    group.add_argument("--json-object", action="store_true", help=rare or "any JSON object")
     group.add_argument("--regex", metavar="PATTERN", help="the whole text matches it")
     group.add_argument("--choice", action="append", metavar="TEXT", help="one of these; repeat it for each")
-    rare = None if parser.show_all else argparse.SUPPRESS
     group.add_argument("--grammar", metavar="FILE", help=rare or "what this EBNF or Lark grammar says")
     group.add_argument("--structural-tag", metavar="JSON", help=rare or "free text with structured parts")
 
