@@ -27,8 +27,10 @@ help:
 
 demo: .venv/.installed
 	@$(BIN)/mainspring pull $(MODEL)
-	@echo "> What is the capital of France?"
-	@$(BIN)/mainspring chat --model $(MODEL) --temperature 0 --prompt "What is the capital of France?"
+	@echo "> What is the capital of Germany?"
+	@$(BIN)/mainspring chat --model $(MODEL) --temperature 0 --prompt "What is the capital of Germany?"
+	@echo "> How fast is that here? (mainspring bench throughput)"
+	@$(BIN)/mainspring bench throughput --model $(MODEL) --repeats 1
 
 test: .venv-dev/.installed
 	@$(DEV)/mainspring pull $(MODEL)

@@ -4,7 +4,7 @@ from mainspring import LLM, SamplingParams
 
 MESSAGES = [
     {"role": "system", "content": "Answer in one sentence."},
-    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "user", "content": "What is the capital of Germany?"},
 ]
 
 

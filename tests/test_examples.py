@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 SHOWS = {
     "core_alone": "step 5  long  [14]  length",
     "generate": "The capital of France is ->' Paris.",
-    "stream": "The capital of France is Paris.",
+    "stream": "The capital of Germany is Berlin.",
     "perplexity": "The sun rises in the east",
     "shared_prefix": "64 of 80 prompt tokens were cached",
     "engine_loop": "late     ' Wednesday'",

@@ -17,6 +17,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SETTINGS = {
     "block_size": 16,
     "num_gpu_blocks_override": 64,
+    "kernels": "numpy",
     "max_model_len": 96,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,

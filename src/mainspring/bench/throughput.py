@@ -21,6 +21,7 @@ import numpy as np
 from mainspring.base.config import EngineArgs
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.llm_engine import LLMEngine
+from mainspring.kernels.native import choose_variant, library
 
 TOKEN_RANGE = range(1000, 20_000)  # ordinary words in any vocabulary; special tokens are at the ends
 SGEMM_SIZE, SGEMM_ROUNDS = 1024, 5
@@ -71,7 +72,7 @@ def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]
                 sgemm.append(sgemm_gflops())
     return {
         "model": args.model,
-        "kernels": args.kernels,
+        "kernels": kernels_in_use(args),
         "repeats": repeats,
         "load_s": round(load_s, 2),
         "tokens_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
@@ -79,6 +80,14 @@ def measure(repeats: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]
         "kv_blocks": args.num_gpu_blocks_override,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def kernels_in_use(args: EngineArgs) -> str:
+    """What "auto" came to, in words."""
+    if args.kernels == "numpy" or library() is None:
+        return "numpy"
+    weights = f", weights in {args.quantization}" if args.quantization else ""
+    return f"native {choose_variant(args.instruction_set)}, {args.activations} activations{weights}"
 
 
 def num_blocks(block_size: int) -> int:

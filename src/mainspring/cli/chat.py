@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "",
     '--system "Answer in one sentence." --temperature 0',
-    '--prompt "What is the capital of France?" --json',
+    '--prompt "What is the capital of Germany?" --json',
 )
 HELP = """/clear  forget the conversation (the system message stays)
 /help   this

@@ -7,7 +7,7 @@ from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import is_config, read_config
-from mainspring.kernels.native import KV_TILE, KVType, NativeOps, library, why_not
+from mainspring.kernels.native import KV_TILE, MOST_HEAD_SIZE, KVType, NativeOps, library, why_not
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
@@ -30,14 +30,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Decode
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
-    native = wants_native(config)
     if config.load_format == "dummy":
-        return _load_dummy(config, native)
+        return _load_dummy(config)
     source = GGUFFile(config.model)
     try:
         model = from_gguf(source.metadata, source)
         check_tensors(model, source)  # before anything of the announced sizes is made
-        if native:
+        if wants_native(config, model.spec):
             decoder = _load_native(config, model, source, progress)
         else:
             decoder = _load_numpy(config, model, source)
@@ -49,7 +48,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Decode
     return decoder
 
 
-def wants_native(config: EngineConfig) -> bool:
+def wants_native(config: EngineConfig, spec: ModelSpec) -> bool:
     """Whether the native kernels are used; says why not where they could have been expected.
 
     Raises `ConfigError` where they were asked for, or something was that only they can do.
@@ -59,12 +58,9 @@ def wants_native(config: EngineConfig) -> bool:
         if needs:
             raise ConfigError(f"{needs} needs native kernels, and kernels is numpy; leave out one of them")
         return False
-    fits = config.block_size % KV_TILE == 0
-    if library() is not None and fits:
+    why = why_not() if library() is None else _unfit(config, spec)
+    if why is None:
         return True
-    why = (
-        f"block_size {config.block_size} is no multiple of {KV_TILE}" if library() is not None else why_not()
-    )
     if config.kernels == "native":
         raise ConfigError(f"kernels native: {why}; or use kernels numpy, or auto")
     needs = _native_only(config)
@@ -72,6 +68,17 @@ def wants_native(config: EngineConfig) -> bool:
         raise ConfigError(f"{needs} needs native kernels: {why}")
     logger.info("kernels: numpy, for %s", why)
     return False
+
+
+def _unfit(config: EngineConfig, spec: ModelSpec) -> str | None:
+    """What the native kernels have no form for."""
+    if config.block_size % KV_TILE:
+        return f"block_size {config.block_size} is no multiple of {KV_TILE}"
+    for layer in spec.layers:
+        size = layer.attn.head_size
+        if size % KV_TILE or size > MOST_HEAD_SIZE:
+            return f"heads of {size} are no multiple of {KV_TILE} up to {MOST_HEAD_SIZE}"
+    return None
 
 
 def _native_only(config: EngineConfig) -> str | None:
@@ -110,10 +117,10 @@ def _load_numpy(config: EngineConfig, model: Model, source: GGUFFile) -> Decoder
     return decoder
 
 
-def _load_dummy(config: EngineConfig, native: bool) -> Decoder:
+def _load_dummy(config: EngineConfig) -> Decoder:
     spec = dummy_spec(config.model)
     check_memory(spec)
-    if not native:
+    if not wants_native(config, spec):
         decoder = Decoder(spec, _numpy_ops(config))
         dummy_weights(spec, decoder.ops, config.seed)
         return decoder
