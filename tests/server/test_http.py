@@ -32,7 +32,7 @@ def server():
     [
         ("GET", "/nope", None, 404),
         ("GET", "/v1/nope", None, 404),
-        ("POST", "/v1/models/", None, 405),
+        ("POST", "/v1/models", None, 405),
         ("GET", "/v1/models/", None, 404),
         ("GET", "/v1/models/other", None, 404),
         ("GET", "/v1/chat/completions", None, 405),

@@ -35,8 +35,7 @@ async def list_models(service: Service, request: Request) -> Response:
 
 
 async def retrieve_model(service: Service, request: Request) -> Response:
-    name = request.path_params["model"]
-    return JSONReply(_card(service, service.check_model(name or "/")))  # no name is no model either
+    return JSONReply(_card(service, service.check_model(request.path_params["model"])))
 
 
 def _card(service: Service, name: str) -> ModelCard:

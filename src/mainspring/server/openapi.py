@@ -16,7 +16,7 @@ from mainspring import __version__
 from mainspring.server.errors import ErrorReply
 
 if TYPE_CHECKING:
-    from mainspring.server.app import Entry
+    from mainspring.server.routes import Entry
 
 REFERENCE = "#/components/schemas/{name}"
 MEANINGS = {
@@ -41,8 +41,7 @@ def document(served: Iterable[Entry], needs_key: bool) -> dict[str, Any]:
     references = dict(zip(sorted(kinds, key=lambda kind: kind.__name__), schemas, strict=True))
     paths: dict[str, Any] = {}
     for entry in served:
-        path = entry.path.replace(":path}", "}")
-        paths.setdefault(path, {})[entry.method.lower()] = _operation(entry, references, needs_key)
+        paths.setdefault(entry.path, {})[entry.method.lower()] = _operation(entry, references, needs_key)
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "mainspring", "version": __version__},
@@ -70,7 +69,7 @@ def _operation(entry: Entry, references: dict[Any, Any], needs_key: bool) -> dic
     if entry.takes is not None:
         found["requestBody"] = {"required": True, "content": _json(references[entry.takes])}
     if "{" in entry.path:
-        name = entry.path.partition("{")[2].partition(":")[0]
+        name = entry.path.partition("{")[2].rstrip("}")
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if needs_key and entry.needs_key:
         found["security"] = [{"bearer": []}, {"key": []}]

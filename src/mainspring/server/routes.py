@@ -1,0 +1,134 @@
+"""The paths, what answers there, and what is said of it in the API's document."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mainspring.server import generating, informing, steering
+from mainspring.server.errors import ApiError
+from mainspring.server.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionChunk,
+    CompletionReply,
+    DetokenizeReply,
+    Document,
+    Health,
+    Load,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    Version,
+)
+from mainspring.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mainspring.server.service import Service
+from mainspring.server.settings import ServerSettings
+
+MAX_SHOWN = 200  # characters of a path
+
+
+class Entry(NamedTuple):
+    """A path; its last part may be a name in braces, which has slashes."""
+
+    method: str
+    path: str
+    endpoint: Callable[[Service, Request], Awaitable[Response]]
+    takes: type[msgspec.Struct] | None = None  # the body
+    gives: tuple[type[msgspec.Struct], ...] = ()  # the answer; then what a stream is made of
+    gives_text: bool = False
+    needs_key: bool = True
+    is_work: bool = False  # counts as load, and is waited for at the end
+    fails: tuple[int, ...] = ()  # statuses beside those that follow from the rest
+
+
+work = partial(Entry, is_work=True)
+open_to_all = partial(Entry, needs_key=False)
+steer = partial(Entry, fails=(400, 500, 503))
+
+ENTRIES = [
+    work(
+        "POST", "/v1/chat/completions", generating.create_chat_completion, ChatRequest, (ChatReply, ChatChunk)
+    ),
+    work(
+        "POST",
+        "/v1/completions",
+        generating.create_completion,
+        CompletionRequest,
+        (CompletionReply, CompletionChunk),
+    ),
+    work("POST", "/tokenize", informing.tokenize, TokenizeRequest, (TokenizeReply,)),
+    work("POST", "/detokenize", informing.detokenize, DetokenizeRequest, (DetokenizeReply,)),
+    Entry("GET", "/v1/models", informing.list_models, None, (ModelList,), fails=(503,)),
+    Entry("GET", "/v1/models/{model}", informing.retrieve_model, None, (ModelCard,), fails=(404, 503)),
+    open_to_all("GET", "/health", informing.health, fails=(503,)),
+    open_to_all("GET", "/ping", informing.health, fails=(503,)),
+    open_to_all("GET", "/livez", informing.is_live, None, (Health,), fails=(503,)),
+    open_to_all("GET", "/readyz", informing.is_ready, None, (Health,), fails=(503,)),
+    open_to_all("GET", "/version", informing.version, None, (Version,)),
+    open_to_all("GET", "/load", informing.load, None, (Load,)),
+    open_to_all("GET", "/metrics", informing.metrics, gives_text=True),
+]
+OPENAPI = open_to_all("GET", "/openapi.json", informing.openapi, gives=(Document,))
+TOKENIZER_INFO = Entry(
+    "GET", "/tokenizer_info", steering.tokenizer_info, None, (steering.TokenizerInfo,), fails=(400, 503)
+)
+STEERING = [
+    steer("POST", "/reset_prefix_cache", steering.reset_prefix_cache, None, (steering.Success,)),
+    steer("POST", "/sleep", steering.sleep, None, (steering.Success,)),
+    steer("POST", "/wake_up", steering.wake_up, None, (steering.Success,)),
+    steer("GET", "/is_sleeping", steering.is_sleeping, None, (steering.IsSleeping,)),
+    steer("POST", "/pause", steering.pause, None, (steering.Success,)),
+    steer("POST", "/resume", steering.resume, None, (steering.Success,)),
+    steer("GET", "/is_paused", steering.is_paused, None, (steering.IsPaused,)),
+    steer("POST", "/abort_requests", steering.abort_requests, steering.AbortRequests, (steering.Success,)),
+    steer("GET", "/server_info", steering.server_info, None, (steering.ServerInfo,)),
+]
+
+
+def entries(settings: ServerSettings) -> list[Entry]:
+    """Those that the settings allow."""
+    found = list(ENTRIES)
+    if settings.enable_tokenizer_info_endpoint:
+        found.append(TOKENIZER_INFO)
+    if settings.server_dev_mode:
+        found += STEERING
+    return found if settings.disable_fastapi_docs else [*found, OPENAPI]
+
+
+class Routes:
+    """Finds the entry for a request."""
+
+    def __init__(self, served: Iterable[Entry]) -> None:
+        self._exact: dict[str, dict[str, Entry]] = {}  # by path, by method
+        self._below: dict[str, dict[str, Entry]] = {}  # the same, by what stands before the name
+        for entry in served:
+            before, brace, _ = entry.path.partition("{")
+            methods = (self._below if brace else self._exact).setdefault(before, {})
+            methods[entry.method] = entry
+            if entry.method == "GET":
+                methods["HEAD"] = entry
+
+    def find(self, method: str, path: str) -> tuple[Entry, dict[str, str]]:
+        """And the name in the path, by its own name. Raises `ApiError` (404 or 405)."""
+        methods, name = self._exact.get(path), None
+        if methods is None:
+            for before, known in self._below.items():
+                if path.startswith(before) and len(path) > len(before):
+                    methods, name = known, path.removeprefix(before)
+        if methods is None:
+            raise ApiError(404, f"there is nothing at {path[:MAX_SHOWN]}")
+        entry = methods.get(method)
+        if entry is None:
+            allowed = ", ".join(sorted(methods))
+            raise ApiError(
+                405,
+                f"{method} is not possible at {path[:MAX_SHOWN]}, only {allowed}",
+                headers={"allow": allowed},
+            )
+        return entry, {} if name is None else {entry.path.partition("{")[2].rstrip("}"): name}
