@@ -135,6 +135,7 @@ async def neighbours(args: EngineArgs, num_tokens: int) -> dict[str, float]:
     args.in_process = False
     llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
     async with llm:
+        await llm.prepare_structured_outputs()  # as a server does before it is ready
         alone_s, median_s = await longest_wait_s(llm, False, num_tokens)
         beside_s, beside_median_s = await longest_wait_s(llm, True, num_tokens)
     return {
