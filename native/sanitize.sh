@@ -3,11 +3,11 @@
 #
 #   native/sanitize.sh [what pytest is given, instead of tests/kernels/native]
 #
-# PYTHON names the interpreter (default: python), BUILD the folder to build in (default: native/build-sanitize).
+# PYTHON names the interpreter (default: python), BUILD the folder to build in (default: native/build/sanitize).
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python}
-build=${BUILD:-$root/native/build-sanitize}
+build=${BUILD:-$root/native/build/sanitize}
 
 cmake -S "$root/native" -B "$build" -DCMAKE_BUILD_TYPE=Release -DMAINSPRING_SANITIZE=ON \
   -DPython_EXECUTABLE="$(command -v "$python")" >/dev/null

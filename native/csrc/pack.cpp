@@ -275,73 +275,83 @@ float largest_magnitude(const float* x) {
   return largest;
 }
 
-int nearest_code(float x, int low, int high) {
-  return std::clamp(static_cast<int>(std::nearbyint(std::clamp(x, -512.0f, 512.0f))), low, high);
+// To nearest, ties to even, for magnitudes below 2^22: in a form that compilers turn into vectors everywhere.
+float rounded(float x) {
+  constexpr float kShift = 0x1.8p23f;
+  return x + kShift - kShift;
+}
+
+float sum_of_block(const float* x) {
+  float parts[8];
+  std::copy(x, x + 8, parts);
+  for (int i = 8; i < kBlock; i += 8)
+    for (int j = 0; j < 8; ++j) parts[j] += x[i + j];
+  return ((parts[0] + parts[4]) + (parts[2] + parts[6])) + ((parts[1] + parts[5]) + (parts[3] + parts[7]));
 }
 
 void quantize_q8(const float* x, Block& out) {
-  const float largest = largest_magnitude(x);
-  out.scales[0] = to_half(largest / 127.0f);
-  const float scale = from_half(out.scales[0]);
+  out.scales[0] = to_half(largest_magnitude(x) / 127.0f);
+  const float scale = from_half(out.scales[0]), inverse = scale > 0 ? 1.0f / scale : 0.0f;
   for (int i = 0; i < kBlock; ++i) {
-    const int code = scale > 0 ? nearest_code(x[i] / scale, -127, 127) : 0;
-    out.codes[i] = static_cast<uint8_t>(code + kOffset8);
+    const float code = std::min(std::max(rounded(x[i] * inverse), -127.0f), 127.0f);
+    out.codes[i] = static_cast<uint8_t>(static_cast<int>(code) + kOffset8);
   }
 }
 
-// Codes of scale and min as they will be read, and the squared error that remains.
-double encode_q4(const float* x, float scale, float min, uint8_t (&codes)[kBlock]) {
-  double error = 0;
+struct Line {
+  float scale, min;
+};
+
+// Codes with a line that fp16 can hold, and the squared error that remains.
+float encode_q4(const float* x, Line line, float* codes) {
+  const float inverse = line.scale > 0 ? 1.0f / line.scale : 0.0f;
+  float squares[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    codes[i] = scale > 0 ? static_cast<uint8_t>(nearest_code((x[i] - min) / scale, 0, 15)) : 0;
-    const double rest = double{x[i]} - (double{scale} * codes[i] + double{min});
-    error += rest * rest;
+    codes[i] = rounded(std::min(std::max((x[i] - line.min) * inverse, 0.0f), 15.0f));
+    const float rest = x[i] - (line.scale * codes[i] + line.min);
+    squares[i] = rest * rest;
   }
-  return error;
+  return sum_of_block(squares);
 }
 
-// The scale and min with which these codes come closest to x.
-void fit_line(const float* x, const uint8_t (&codes)[kBlock], float& scale, float& min) {
-  double sum_c = 0, sum_cc = 0, sum_x = 0, sum_cx = 0;
+// The line with which these codes come closest to x; `otherwise` if all codes are the same.
+Line fit_line(const float* x, const float* codes, Line otherwise) {
+  float squares[kBlock], products[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    const double c = codes[i];
-    sum_c += c;
-    sum_cc += c * c;
-    sum_x += x[i];
-    sum_cx += c * x[i];
+    squares[i] = codes[i] * codes[i];
+    products[i] = codes[i] * x[i];
   }
-  const double spread = kBlock * sum_cc - sum_c * sum_c;
-  if (spread <= 0) return;
-  scale = static_cast<float>((kBlock * sum_cx - sum_c * sum_x) / spread);
-  min = static_cast<float>((sum_x - scale * sum_c) / kBlock);
+  const float sum_c = sum_of_block(codes), sum_x = sum_of_block(x);
+  const float spread = kBlock * sum_of_block(squares) - sum_c * sum_c;
+  if (spread <= 0) return otherwise;
+  const float scale = (kBlock * sum_of_block(products) - sum_c * sum_x) / spread;
+  return {scale, (sum_x - scale * sum_c) / kBlock};
 }
 
 // Of several widths of the range, each followed by one fit, keep the one with the least squared error.
 void quantize_q4(const float* x, Block& out) {
-  const float largest = largest_magnitude(x);
-  if (std::isnan(largest)) {
-    out = Block{};
-    out.scales[0] = to_half(largest);
-    return;
-  }
+  constexpr float kSteps[] = {15.0f, 14.5f, 15.5f, 16.0f, 16.5f};
   const float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
-  double least = std::numeric_limits<double>::infinity();
-  uint8_t codes[kBlock], best[kBlock] = {};
-  for (int step = -2; step <= 6; ++step) {
-    float scale = (high - low) / (15.0f + 0.25f * static_cast<float>(step)), min = low;
+  float least = std::numeric_limits<float>::infinity();
+  float codes[kBlock], best[kBlock] = {};
+  out.scales[0] = to_half(largest_magnitude(x) + (high - low) / 15.0f);  // stays if nothing fits: NaN, or infinite
+  out.min = to_half(low);
+  for (const float steps : kSteps) {
+    Line line{(high - low) / steps, low};
     for (int fit = 0; fit < 2; ++fit) {
-      const uint16_t scale16 = to_half(scale), min16 = to_half(min);
-      const double error = encode_q4(x, from_half(scale16), from_half(min16), codes);
+      const uint16_t scale = to_half(line.scale), min = to_half(line.min);
+      const float error = encode_q4(x, {from_half(scale), from_half(min)}, codes);
       if (error < least) {
         least = error;
-        out.scales[0] = scale16;
-        out.min = min16;
+        out.scales[0] = scale;
+        out.min = min;
         std::copy(codes, codes + kBlock, best);
       }
-      fit_line(x, codes, scale, min);
+      line = fit_line(x, codes, line);
     }
   }
-  for (int i = 0; i < 16; ++i) out.codes[i] = static_cast<uint8_t>(best[i] | best[i + 16] << 4);
+  for (int i = 0; i < 16; ++i)
+    out.codes[i] = static_cast<uint8_t>(static_cast<int>(best[i]) | static_cast<int>(best[i + 16]) << 4);
 }
 
 }  // namespace

@@ -424,3 +424,22 @@ def test_float_products_are_their_twin(variant, source, num_rows, rows, columns)
     matrix = packed(source, random_raw(source, rows, columns, rng), rows, columns)
     x = rng.standard_normal((num_rows, columns)).astype(np.float32)
     assert_close(native.linear(matrix, x, variant), float_twin(matrix.unpack(), x))
+
+
+# ---- what the machine can do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ceilings_are_above_what_kernels_reach(variant):
+    found = native.measure_ceilings(variant, 2)
+    assert [entry["num_threads"] for entry in found] == [1, 2]
+    matrix = packed("F32", random_raw("F32", 64, 64, np.random.default_rng(11)), 64, 64)
+    x = np.zeros((8, 64), np.float32)
+    reached = 2 * 8 * 64 * 64 / native.time_linear(matrix, x, variant)
+    for entry in found:
+        assert 0.5 * reached < entry["float_products"] < 1e14
+        assert 0.1 * reached < entry["byte_products"] < 1e15
+        assert 1e8 < entry["memory_reads"] < 1e13
+        assert 1e8 < entry["model_reads"] < 1e13
+    with pytest.raises(ValueError, match="at least one thread"):
+        native.measure_ceilings(variant, 0)
