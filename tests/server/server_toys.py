@@ -178,7 +178,7 @@ class Running(Address):
             await serve(
                 self.service,
                 listener,
-                self._open_engine,
+                self._open,
                 stop=self._stop,
                 when_ready=self.is_ready.set,
                 **self._options,
@@ -191,6 +191,9 @@ class Running(Address):
         finally:
             self._begun.set()
             self.is_ready.set()
+
+    async def _open(self) -> AsyncLLM:
+        return await asyncio.to_thread(self._open_engine)
 
     def tell_to_end(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)

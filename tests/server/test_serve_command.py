@@ -22,6 +22,7 @@ from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.cli import main, serve
 from mainspring.frontend.llm_engine import prepare
+from mainspring.server.settings import ServerSettings
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -179,11 +180,15 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
 
 def test_the_configuration_is_shown_with_reasons(smollm2):
-    args = EngineArgs(model=str(smollm2), max_num_batched_tokens=64)
-    lines = {line.split()[0]: line for line in serve.describe(args, prepare(args).config)}
+    args, settings = (
+        EngineArgs(model=str(smollm2), max_num_batched_tokens=64),
+        ServerSettings(api_key=["a", "b"]),
+    )
+    lines = {line.split()[0]: line for line in serve.describe(args, settings, prepare(args).config)}
     assert "8192, the model's" in lines["max_model_len"]
     assert "64, for no more than max_num_batched_tokens can run in a step" in lines["max_num_seqs"]
     assert lines["enable_prefix_caching"].endswith(" on")
+    assert lines["api_key"].endswith(" 2 of them"), "their number alone"
 
 
 def test_an_import_loads_no_server():

@@ -15,6 +15,7 @@ import pytest
 from server_toys import HELLO, PATIENCE_S, fake, is_idle, running, scripted, text_script, wait_until
 
 from mainspring.server.run import NeverReady, raise_descriptor_limit
+from mainspring.server.service import Phase
 
 ENDLESS = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True}
 
@@ -272,9 +273,11 @@ def test_a_signal_while_the_model_loads():
     held = threading.Event()
     with running(lambda: held.wait(PATIENCE_S), wait=False) as server:
         assert server.get("/livez").status == 200
+        server.tell_to_end()
+        wait_until(lambda: server.service.phase is Phase.DRAINING)
+        held.set()  # a thread cannot be cancelled; `AsyncLLM.launch` sees to it that it ends soon
         server.end()
         failure, server.failure = server.failure, None
-    held.set()
     assert isinstance(failure, NeverReady)
 
 

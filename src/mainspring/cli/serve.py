@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -84,11 +85,12 @@ def run(argv: list[str]) -> int:
     given = _parser(argv).read([*_from_file(argv), *argv])
     if missing := [name for module, name in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"mainspring serve needs more packages: pip install {' '.join(missing)}")
+    settings = server_settings(given)
+    args = EngineArgs.from_mapping(_engine_arguments(given))
     set_up_logging(None if given.quiet else "info")
     for flag in given.no_effect:
         _say(f"{flag} has no effect here")
-    settings = server_settings(given)
-    return _serve(EngineArgs.from_mapping(_engine_arguments(given)), settings)
+    return _serve(args, settings)
 
 
 def _serve(args: EngineArgs, settings: ServerSettings) -> int:
@@ -104,12 +106,14 @@ def _serve(args: EngineArgs, settings: ServerSettings) -> int:
     url = server.url_of(settings, listener)
     _say(f"listening on {url}; the model is loading")
 
-    def open_engine() -> AsyncLLM:
-        for line in describe(args, prepare(args).config):
+    async def open_engine() -> AsyncLLM:
+        for line in describe(args, settings, (await asyncio.to_thread(prepare, args)).config):
             _say(line)
-        return AsyncLLM.from_engine_args(args)
+        return await AsyncLLM.launch(args)
 
     def when_ready() -> None:
+        gc.collect()
+        gc.freeze()  # what is there now stays; to look through it again and again would hold the loop up
         _say(f"ready after {time.monotonic() - started_s:.1f} s: {url}/v1")
 
     async def main() -> None:
@@ -121,7 +125,6 @@ def _serve(args: EngineArgs, settings: ServerSettings) -> int:
         _run(main)
     except server.NeverReady:
         _say("told to end while the model was loading")
-        os._exit(0)  # the thread that loads it cannot be stopped; the engine core sees our end
     _say("ended")
     return 0
 
@@ -137,11 +140,13 @@ def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
-def describe(args: EngineArgs, config: EngineConfig) -> list[str]:
+def describe(args: EngineArgs, settings: ServerSettings, config: EngineConfig) -> list[str]:
     """The resolved configuration, a line each; where something was chosen, with the reason."""
     scheduler = config.scheduler
     values = {
         "model": config.model,
+        "served_model_name": ", ".join(settings.served_model_name) or args.model,
+        "api_key": f"{len(settings.api_key)} of them" if settings.api_key else "none: everybody may ask",
         "load_format": config.load_format,
         "kernels": config.kernels,
         **{f.name: getattr(scheduler, f.name) for f in _struct_fields(scheduler)},

@@ -110,7 +110,7 @@ class EventStream(Response):
         try:
             async with aclosing(_merged(self._streams)) as outputs:
                 async for index, output in outputs:
-                    if events := b"".join(map(event, writer.chunks(index, output))):
+                    if events := b"".join([event(chunk) for chunk in writer.chunks(index, output)]):
                         await self._send(send, events)
             rest = b"".join(map(event, writer.last())) + DONE
         except Exception as error:

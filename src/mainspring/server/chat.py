@@ -48,6 +48,7 @@ class ChatWriter:
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._with_ids = bool(body.return_token_ids)
         self._with_text = bool(body.return_prompt_text)
+        self._says_tokens = self._with_ids or self._num_top is not None  # also those without text
         begun = body.messages[-1] if body.messages and not _adds_prompt(body) else None
         self._role = str(begun["role"]) if begun is not None else role
         self._echo = _text(body.messages[-1]) if body.echo and body.messages[-1]["role"] == self._role else ""
@@ -102,7 +103,7 @@ class ChatWriter:
         for answer in output.outputs:
             if answer.finish_reason is not None:
                 yield self._end(answer)
-            elif answer.text or ((self._with_ids or self._num_top is not None) and answer.token_ids):
+            elif answer.text or (self._says_tokens and answer.token_ids):
                 yield self._chunk(self._piece(answer))
 
     def last(self) -> Iterator[ChatChunk]:

@@ -1,6 +1,6 @@
 """From settings to a server that listens, and to its end.
 
-The port is opened first; then the model is loaded in a thread, while `/livez` and `/readyz` already answer.
+The port is opened first; then the model is loaded, while `/livez` and `/readyz` already answer.
 
 The end. SIGTERM or Ctrl-C: readiness goes false and new requests are refused; those that are being
 answered get `shutdown_timeout` seconds; what is left then ends with finish reason abort, a last chunk and
@@ -39,7 +39,7 @@ DESCRIPTORS = 65536
 
 
 class NeverReady(Exception):
-    """The server was told to end while the model was loading; the thread that loads it still runs."""
+    """The server was told to end while the model was loading."""
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
@@ -109,12 +109,12 @@ def make_server(service: Service) -> uvicorn.Server:
 async def serve(
     service: Service,
     listener: socket.socket,
-    open_engine: Callable[[], AsyncLLM],
+    open_engine: Callable[[], Coroutine[Any, Any, AsyncLLM]],
     chat_template: str | None = None,
     stop: asyncio.Event | None = None,
     when_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until `stop` is set or a signal says so. `open_engine` is called in a thread.
+    """Serve until `stop` is set or a signal says so. `open_engine` must let the loop go on.
 
     Raises what `open_engine` raises, `NeverReady` if the end came before it returned.
     """
@@ -148,34 +148,17 @@ async def serve(
 
 
 async def _load(
-    open_engine: Callable[[], AsyncLLM], stop: asyncio.Event, serving: asyncio.Task[None]
+    open_engine: Callable[[], Coroutine[Any, Any, AsyncLLM]], stop: asyncio.Event, serving: asyncio.Task[None]
 ) -> AsyncLLM:
-    """The engine, unless the end comes first. The thread is a daemon, so the end does not wait for it."""
-    loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[AsyncLLM] = loop.create_future()
-
-    def tell(llm: AsyncLLM | None, error: BaseException | None) -> None:
-        if loaded.done():
-            return
-        if llm is not None:
-            loaded.set_result(llm)
-        else:
-            loaded.set_exception(error or RuntimeError("nothing was loaded"))
-
-    def work() -> None:
-        try:
-            found, error = open_engine(), None
-        except BaseException as caught:
-            found, error = None, caught
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-            loop.call_soon_threadsafe(tell, found, error)
-
-    threading.Thread(target=work, name="mainspring-load", daemon=True).start()
-    await _first(_wait(loaded), stop.wait(), _wait(serving))
-    if not loaded.done():
-        loaded.cancel()
-        raise NeverReady
-    return loaded.result()
+    """The engine, unless the end comes first: then its start is given up."""
+    loading = asyncio.create_task(open_engine())
+    try:
+        await _first(_wait(loading), stop.wait(), _wait(serving))
+        if not loading.done():
+            raise NeverReady
+        return loading.result()
+    finally:
+        await cancelled(loading)
 
 
 @contextlib.contextmanager

@@ -62,10 +62,12 @@ class Tally:
         self.num_completion_tokens = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        self._prompts[prompt_index] = len(output.prompt_token_ids)
-        if output.num_cached_tokens is not None:
+        if output.num_cached_tokens is not None and prompt_index not in self._cached:
             self._cached[prompt_index] = output.num_cached_tokens
-        self.num_completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        if prompt_index not in self._prompts:
+            self._prompts[prompt_index] = len(output.prompt_token_ids)
+        for answer in output.outputs:
+            self.num_completion_tokens += len(answer.token_ids)
 
     def usage(
         self,
