@@ -14,8 +14,10 @@ namespace {
 constexpr int kDecodeRows = 16;
 // What a unit should cost: a claim and the packing of its queries should not count, and with less than this
 // many units in a pass the last one would keep the other threads waiting.
-constexpr float kMinUnitCost_ns = 8000.0f;
+constexpr float kMinUnitCost_ns = 8000.0f, kMaxUnitCost_ns = 50000.0f;
 constexpr int kUnitsPerPass = 32;
+// Floats of partial results that cutting tiles may take: long contexts of prompts are not cut for any price.
+constexpr int64_t kMaxPartials = 4 << 20;
 
 // A job's cost for one token of the context: reading K and V in 16 bits at 20 GB/s, arithmetic at 80
 // GFLOP/s.
@@ -230,13 +232,15 @@ void Plan::cut_tiles() {
     const int first = own_span_[i], num_own = end_span(i) - first;
     const float per_span_ns = kSpan * cost_per_token_ns(rows_of(tile), shape_.head_size);
     const int spans = std::max(1, static_cast<int>(unit_cost_ns_ / per_span_ns));
-    tile.whole = first == tile.first_span && num_own < 2 * spans;
+    const int64_t partials = pitch * rows_of(tile) * tile.num_spans * shape_.num_kv_heads;
+    const bool may_cut = num_own >= 2 * spans && num_partials_ + partials <= kMaxPartials;
+    tile.whole = first == tile.first_span && !may_cut;
     if (tile.whole) {
       add_job(&number, 1, first, num_own);
       continue;
     }
     tile.partials = num_partials_;
-    num_partials_ += pitch * rows_of(tile) * tile.num_spans * shape_.num_kv_heads;
+    num_partials_ += partials;
     for (int span = first; span < end_span(i); span += spans)
       add_job(&number, 1, span, std::min(spans, end_span(i) - span));
   }
@@ -245,10 +249,11 @@ void Plan::cut_tiles() {
 // Jobs are put together, in their order, until they cost enough. The dearest units come first, so that
 // threads end together.
 void Plan::pack_units() {
+  const float enough_ns = std::min(unit_cost_ns_, kMaxUnitCost_ns);
   costed_.clear();
   for (size_t i = 0, end; i < jobs_.size(); i = end) {
     float cost_ns = job_costs_ns_[i];
-    for (end = i + 1; end < jobs_.size() && cost_ns + job_costs_ns_[end] <= unit_cost_ns_; ++end)
+    for (end = i + 1; end < jobs_.size() && cost_ns + job_costs_ns_[end] <= enough_ns; ++end)
       cost_ns += job_costs_ns_[end];
     costed_.push_back({cost_ns, {static_cast<int32_t>(i), static_cast<int32_t>(end - i)}});
   }
