@@ -2,7 +2,7 @@
 // what fused steps reach in registers, how fast memory is read.
 
 // kTileRows rows times panels, as a tile of linear.h goes, on memory that should stay in the first-level cache.
-inline int64_t multiply_bytes(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
+inline int64_t exercise_bytes(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   constexpr int kBlocks = 8, kRowBytes = kBlocks * kBlock, kPanelBytes = kRowBytes * kLanes;
   const int8_t* rows = reinterpret_cast<const int8_t*>(memory);
   int64_t num_operations = 0;
@@ -22,7 +22,7 @@ inline int64_t multiply_bytes(const uint8_t* memory, int64_t num_bytes, int32_t*
   return num_operations;
 }
 
-inline int64_t multiply_floats(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
+inline int64_t exercise_floats(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   const int64_t num_rounds = num_bytes / 16;
   const F32 half = splat(0.5f);
   F32 sums[kTileSums];  // for all the compiler knows unlike one another, or it would compute one for all
@@ -35,7 +35,7 @@ inline int64_t multiply_floats(const uint8_t* memory, int64_t num_bytes, int32_t
   return num_rounds * kTileSums * kLanes * 2;
 }
 
-inline int64_t read_bytes(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
+inline int64_t exercise_reads(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   I32 sums[4] = {splat(0), splat(0), splat(0), splat(0)};
   for (int64_t at = 0; at + 256 <= num_bytes; at += 256)
 #pragma GCC unroll 4
@@ -49,9 +49,9 @@ inline int64_t read_bytes(const uint8_t* memory, int64_t num_bytes, int32_t* res
 
 int64_t exercise(Exercise kind, const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   switch (kind) {
-    case Exercise::ByteProducts: return multiply_bytes(memory, num_bytes, result);
-    case Exercise::FloatProducts: return multiply_floats(memory, num_bytes, result);
-    case Exercise::Reads: return read_bytes(memory, num_bytes, result);
+    case Exercise::ByteProducts: return exercise_bytes(memory, num_bytes, result);
+    case Exercise::FloatProducts: return exercise_floats(memory, num_bytes, result);
+    case Exercise::Reads: return exercise_reads(memory, num_bytes, result);
   }
   return 0;
 }

@@ -1,23 +1,23 @@
 // Products with packed matrices, the encoding of what they read, and single rows of them.
 //
 // Theory of operation.
-// - A product is cut into register tiles of some rows and a panel, or a few. A tile walks the columns from first to
-//   last and keeps its sums in registers; what is done for one output, and in which order, is the same in all tiles.
+// - A product is cut into register tiles of some rows and one panel. A tile walks the columns from first to last and
+//   keeps its sums in registers; what is done for one output, and in which order, is the same in all tiles.
 // - Many rows are bound by arithmetic: a weight is unpacked once for all rows of a tile. Few rows are bound by
 //   reading weights, which is fastest when planes are read as they lie, one panel after another, a little ahead.
 // - Integers: per group of columns with a scale the products are summed exactly in 32 bits, offset included; that sum,
 //   as float, times (weight scale * activation scale) is added to the float sum, and then, where there are mins,
 //   min * (activation scale * sum of the group's activations). 16-bit activations take the same steps with
 //   256 * (sum over high parts) + (sum over low parts), which is still exact.
-// - Floats: weights are widened and multiplied column by column, one fused sum per output.
+// - Floats: weights are widened and multiplied column by column; even and odd columns have a fused sum each.
 
 #define UNROLL _Pragma("GCC unroll 16")
 
 constexpr int kAhead = 4096;  // bytes of codes between what is fetched and what is used: the next page
 
-// How rows are cut: 8, 6, 4, 2, 1 from the variant's kTileRows on. `Kernel` has run<rows>(row) for all of its panels,
+// How rows are cut: 8, 6, 4, 3, 2, 1 from what the variant's registers hold. `Kernel` has run<rows>(row) for all of its panels,
 // rows counted from the first of the call.
-constexpr int next_tile_rows(int rows) { return rows > 2 ? rows - 2 : 1; }
+constexpr int next_tile_rows(int rows) { return rows > 4 ? rows - 2 : rows - 1; }
 
 template <int kRows, class Kernel>
 inline void cut_rows(const Kernel& kernel, int row) {
@@ -163,63 +163,61 @@ inline F32 load_weights(const uint8_t* p) {
   return load_bf16(reinterpret_cast<const uint16_t*>(p));
 }
 
+// Even and odd columns are summed apart, so that one row alone keeps two sums in the works.
+constexpr int kChains = 2;
+
 template <Form kForm>
 struct FloatKernel {
   const Matrix& matrix;
   const float* x;
   Call call;
 
-  // Sums enough to keep the multipliers busy, and no more than the registers hold.
-  static constexpr int panels_of(int rows) {
-    return rows >= 6 ? 1 : 4 * rows <= kTileSums ? 4 : 2 * rows <= kTileSums ? 2 : 1;
+  template <int kRows>
+  void run(int row) const {
+    for (int panel = 0; panel < call.num_panels; ++panel) run<kRows>(row, panel);
   }
 
   template <int kRows>
-  void run(int row) const {
-    cut_panels<kRows, panels_of(kRows)>(row, 0);
-  }
-
-  template <int kRows, int kPanels>
-  void cut_panels(int row, int panel) const {
-    for (; panel + kPanels <= call.num_panels; panel += kPanels) run<kRows, kPanels>(row, panel);
-    if constexpr (kPanels > 1) cut_panels<kRows, kPanels / 2>(row, panel);
-  }
-
-  template <int kRows, int kPanels>
   __attribute__((noinline)) void run(int row, int panel) const {
-    constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
-    const uint8_t* weights[kPanels];
-    for (int p = 0; p < kPanels; ++p)
-      weights[p] = matrix.codes + int64_t{call.first_panel + panel + p} * matrix.codes_stride;
-    const int64_t columns = matrix.columns;
+    const int64_t columns = matrix.columns, even_columns = columns / kChains * kChains;
+    const uint8_t* weights = matrix.codes + int64_t{call.first_panel + panel} * matrix.codes_stride;
     const float* rows = x + int64_t{call.first_row + row} * columns;
-
-    F32 sums[kRows][kPanels];
+    F32 sums[kRows][kChains];
     UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int p = 0; p < kPanels; ++p) sums[r][p] = splat(0.0f);
-    for (int64_t c = 0; c < columns; ++c) {
-      F32 w[kPanels];
-      UNROLL for (int p = 0; p < kPanels; ++p) {
-        w[p] = load_weights<kForm>(weights[p] + c * kColumnBytes);
-        __builtin_prefetch(weights[p] + c * kColumnBytes + kAhead);
-      }
-      UNROLL for (int r = 0; r < kRows; ++r) {
-        const F32 value = splat(rows[r * columns + c]);
-        UNROLL for (int p = 0; p < kPanels; ++p) sums[r][p] = fma(value, w[p], sums[r][p]);
+      UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
+    for (int64_t c = 0; c < even_columns; c += kChains) {
+      for (int i = 0; i < kChains * kColumnBytes; i += 64)
+        __builtin_prefetch(weights + c * kColumnBytes + i + kAhead);
+      UNROLL for (int i = 0; i < kChains; ++i) {
+        const F32 w = load_weights<kForm>(weights + (c + i) * kColumnBytes);
+        UNROLL for (int r = 0; r < kRows; ++r)
+          sums[r][i] = fma(splat(rows[r * columns + c + i]), w, sums[r][i]);
       }
     }
-    UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int p = 0; p < kPanels; ++p) store(call.sums_of(row + r, panel + p), sums[r][p]);
+    if (even_columns < columns) {
+      const F32 w = load_weights<kForm>(weights + even_columns * kColumnBytes);
+      UNROLL for (int r = 0; r < kRows; ++r)
+        sums[r][0] = fma(splat(rows[r * columns + even_columns]), w, sums[r][0]);
+    }
+    UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r][0] + sums[r][1]);
   }
+
+ private:
+  static constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
 };
+
+template <Form kForm>
+inline void multiply_floats(const Matrix& m, const float* x, const Call& call) {
+  cut_rows<kTileSums / kChains>(FloatKernel<kForm>{m, x, call}, 0);
+}
 
 void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, float* tile) {
   const Call call{row, num_rows, panel, num_panels, tile};
   const Encoded& x = in.encoded;
   switch (m.form) {
-    case Form::F32: return cut_rows<kTileRows>(FloatKernel<Form::F32>{m, in.rows, call}, 0);
-    case Form::F16: return cut_rows<kTileRows>(FloatKernel<Form::F16>{m, in.rows, call}, 0);
-    case Form::BF16: return cut_rows<kTileRows>(FloatKernel<Form::BF16>{m, in.rows, call}, 0);
+    case Form::F32: return multiply_floats<Form::F32>(m, in.rows, call);
+    case Form::F16: return multiply_floats<Form::F16>(m, in.rows, call);
+    case Form::BF16: return multiply_floats<Form::BF16>(m, in.rows, call);
     case Form::Q8:
       if (m.group == kGroup) return multiply_quantized<false, false, 2>(m, x, call);
       return m.mins ? multiply_quantized<false, true>(m, x, call) : multiply_quantized<false, false>(m, x, call);
