@@ -18,10 +18,17 @@ Pool::Pool(int num_threads) : steps_(new Step[kMaxSteps]) {
     steps_[i].num_units = 0;
     steps_[i].num_finished = 0;
   }
-  for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { wait_for_work(i); });
+  try {
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { wait_for_work(i); });
+  } catch (...) {
+    close();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { close(); }
+
+void Pool::close() {
   closing_ = true;
   ++number_;
   number_.notify_all();
@@ -34,9 +41,10 @@ void Pool::run(Pass& pass) {
   while (busy_.test_and_set(std::memory_order_acquire)) busy_.wait(true);
   const uint32_t number = number_.load() + 1;
   for (int s = 0; s < num_steps; ++s) {
-    steps_[s].num_units.store(static_cast<uint32_t>(pass.num_units(s)), std::memory_order_relaxed);
+    const auto num_units = static_cast<uint32_t>(pass.num_units(s));
+    steps_[s].num_units.store(num_units, std::memory_order_relaxed);
     steps_[s].num_finished.store(0, std::memory_order_relaxed);
-    steps_[s].claim.store(static_cast<uint64_t>(number) << 32, std::memory_order_release);
+    steps_[s].claim.store(static_cast<uint64_t>(number) << 32 | num_units, std::memory_order_release);
   }
   num_steps_ = num_steps;
   pass_ = &pass;
@@ -64,10 +72,10 @@ void Pool::work(Pass& pass, uint32_t number, int thread) {
     uint64_t claim = step.claim.load(std::memory_order_acquire);
     while (true) {
       if (claim >> 32 != number) return;  // this pass is over
-      const auto unit = static_cast<uint32_t>(claim);
-      if (unit >= step.num_units.load(std::memory_order_relaxed)) break;
-      if (step.claim.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel)) {
-        pass.run(s, static_cast<int>(unit), thread);
+      const auto left = static_cast<uint32_t>(claim);
+      if (left == 0) break;
+      if (step.claim.compare_exchange_weak(claim, claim - 1, std::memory_order_acq_rel)) {
+        pass.run(s, static_cast<int>(step.num_units.load(std::memory_order_relaxed) - left), thread);
         step.num_finished.fetch_add(1, std::memory_order_release);
         claim = step.claim.load(std::memory_order_acquire);
       }

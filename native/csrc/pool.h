@@ -4,8 +4,9 @@
 // - A pass is a list of steps, and a step a number of units. Threads claim units one by one; all of a step's units
 //   are finished before a unit of the next begins. Nobody waits for a *thread*: one that the system has taken off
 //   its processor while it holds no unit costs nothing, and while it holds one costs that unit.
-// - A claim is a compare-and-swap on (pass number, next unit). A thread that sleeps through the end of a pass finds
-//   another number and goes back to waiting; so passes need no meeting of all threads at their ends.
+// - A claim is a compare-and-swap on (pass number, units left), one word: what tells that there is a unit tells whose it
+//   is. A thread that sleeps through the end of a pass finds no unit of it, or another number, and goes back to
+//   waiting; so passes need no meeting of all threads at their ends, and the next one may begin beside it.
 // - Waiting for work is bounded spinning, then sleep in the kernel. Waiting for other threads' last units is bounded
 //   spinning, then yielding.
 // - Threads are not pinned one to a processor: they keep the process's own mask, so that beside a busy neighbour the
@@ -30,7 +31,8 @@ class Pass {
 
 class Pool {
  public:
-  explicit Pool(int num_threads);  // the caller's thread is one of them
+  // The caller's thread is one of them. Throws std::system_error where the system gives no more threads.
+  explicit Pool(int num_threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -42,11 +44,12 @@ class Pool {
  private:
   static constexpr int kMaxSteps = 4096;
   struct alignas(64) Step {
-    std::atomic<uint64_t> claim;  // pass number << 32 | next unit
-    std::atomic<uint32_t> num_units;
+    std::atomic<uint64_t> claim;          // pass number << 32 | units left
+    std::atomic<uint32_t> num_units;      // of the claim's pass, for whoever has a unit of it
     std::atomic<uint32_t> num_finished;
   };
 
+  void close();
   void wait_for_work(int thread);
   void work(Pass& pass, uint32_t number, int thread);
 
