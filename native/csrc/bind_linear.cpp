@@ -36,7 +36,8 @@ template <class T>
 class Aligned {
  public:
   explicit Aligned(int64_t count)
-      : data_(static_cast<T*>(std::aligned_alloc(64, (std::max<int64_t>(count, 1) * sizeof(T) + 63) / 64 * 64))) {
+      : data_(static_cast<T*>(
+            std::aligned_alloc(64, (std::max<int64_t>(count, 1) * sizeof(T) + 63) / 64 * 64))) {
     if (!data_) throw std::bad_alloc();
   }
   ~Aligned() { std::free(data_); }
@@ -116,7 +117,8 @@ struct Product {
       : kernels(usable_variant(variant)), matrix(m), num_rows(static_cast<int>(x.shape(0))) {
     if (!m.is_bound()) throw std::invalid_argument("the matrix has no memory yet: bind it first");
     const int columns = m.view().columns;
-    if (static_cast<int>(x.shape(1)) != columns) throw std::invalid_argument("x has another number of columns");
+    if (static_cast<int>(x.shape(1)) != columns)
+      throw std::invalid_argument("x has another number of columns");
     if (m.view().scales) {
       encoded = std::make_unique<EncodedRows>(num_rows, columns, is_wide(activations));
       input.encoded = encoded->view;
@@ -149,7 +151,8 @@ struct Product {
 
 nb::ndarray<nb::numpy, float> linear(const PackedMatrix& m, const Floats& x, const std::string& variant,
                                      const std::string& activations, int cut_rows, int cut_panels) {
-  if (cut_rows < 1 || cut_panels < 1) throw std::invalid_argument("a call takes at least one row and one panel");
+  if (cut_rows < 1 || cut_panels < 1)
+    throw std::invalid_argument("a call takes at least one row and one panel");
   const Product product(m, x, variant, activations);
   const int64_t width = m.view().rows;
   auto out = new_array<float>({static_cast<size_t>(product.num_rows), static_cast<size_t>(width)});
@@ -170,7 +173,9 @@ double time_linear(const PackedMatrix& m, const Floats& x, const std::string& va
   Aligned<float> tile(int64_t{cut_rows} * cut_panels * kLanes);
   nb::gil_scoped_release unlocked;
   using Clock = std::chrono::steady_clock;
-  const auto since = [](Clock::time_point t) { return std::chrono::duration<double>(Clock::now() - t).count(); };
+  const auto since = [](Clock::time_point t) {
+    return std::chrono::duration<double>(Clock::now() - t).count();
+  };
   double best = 1e9;
   const auto start = Clock::now();
   for (int pass = 0; pass < 2 || since(start) < seconds; ++pass) {
@@ -242,8 +247,8 @@ void bind_linear(nb::module_& m) {
       .def("unpack", &unpack);
   m.def("linear", &linear, "matrix"_a, "x"_a, "variant"_a, "activations"_a = "int8", "cut_rows"_a = 64,
         "cut_panels"_a = 4);
-  m.def("time_linear", &time_linear, "matrix"_a, "x"_a, "variant"_a, "activations"_a = "int8", "cut_rows"_a = 64,
-        "cut_panels"_a = 4, "seconds"_a = 0.02);
+  m.def("time_linear", &time_linear, "matrix"_a, "x"_a, "variant"_a, "activations"_a = "int8",
+        "cut_rows"_a = 64, "cut_panels"_a = 4, "seconds"_a = 0.02);
   m.def("encode", &encode, "x"_a, "variant"_a, "activations"_a = "int8");
   m.def("embed", &embed, "matrix"_a, "row"_a, "variant"_a);
   m.def("measure_ceilings", &measured_ceilings, "variant"_a, "num_threads"_a);

@@ -33,7 +33,8 @@ class Workout : public Pass {
   void run(int, int unit, int thread) override {
     const uint8_t* piece = memory_ + (kind_ == Exercise::Reads ? unit * piece_bytes_ : 0);
     Done& done = done_[thread];
-    for (int i = 0; i < num_repeats_; ++i) done.amount += kernels_.exercise(kind_, piece, piece_bytes_, &done.result);
+    for (int i = 0; i < num_repeats_; ++i)
+      done.amount += kernels_.exercise(kind_, piece, piece_bytes_, &done.result);
   }
 
   // Operations, or bytes, per second: of `num_windows` runs the fastest.
@@ -73,7 +74,8 @@ std::vector<Ceilings> measure_ceilings(const Kernels& kernels, int num_threads) 
   std::vector<Ceilings> found;
   for (int threads = 1; threads <= num_threads; ++threads) {
     Pool pool(threads);
-    const auto rate = [&](Exercise kind, int64_t piece_bytes, int num_pieces, int num_repeats, int num_windows) {
+    const auto rate = [&](Exercise kind, int64_t piece_bytes, int num_pieces, int num_repeats,
+                          int num_windows) {
       return Workout(kernels, kind, memory.data(), piece_bytes, num_pieces, num_repeats, threads)
           .rate(pool, num_windows);
     };

@@ -8,7 +8,7 @@
 
 namespace mainspring {
 
-// ---- numbers of 16 bits -------------------------------------------------------------------------------------
+// ---- numbers of 16 bits ----------------------------------------------------------------------------------
 
 namespace {
 
@@ -42,7 +42,7 @@ uint16_t to_half(float value) {
     return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));
   }
   const uint32_t odd = bits >> 13 & 1;
-  return sign | static_cast<uint16_t>((bits + 0xfff + odd - ((127 - 15) << 23)) >> 13);  // may carry to infinity
+  return sign | static_cast<uint16_t>((bits + 0xfff + odd - ((127 - 15) << 23)) >> 13);  // perhaps infinity
 }
 
 float from_bf16(uint16_t b) {
@@ -65,7 +65,7 @@ uint32_t load32(const uint8_t* p) {
 
 }  // namespace
 
-// ---- source types -------------------------------------------------------------------------------------------
+// ---- source types ----------------------------------------------------------------------------------------
 
 // kBlock weights in the kernels' terms: 32 codes of 8 bits, or 16 bytes of two codes as Form::Q4 has them.
 struct Block {
@@ -125,7 +125,8 @@ void decode_q8_0(const uint8_t* raw, int, Block& out) {
 }
 
 void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
-  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                         1,    13,   25,  38,  53,  69,  89,  113};
   out.scales[0] = load16(raw);
   for (int i = 0; i < 16; ++i) {
     out.codes[i] = static_cast<uint8_t>(kValues[raw[2 + i] & 15] + kOffset8);
@@ -133,9 +134,9 @@ void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
   }
 }
 
-// Q4_K and Q5_K: fp16 scale of scales and scale of mins, then 8 scales and 8 mins of 6 bits in 12 bytes: the first
-// four of each are the low six bits of a byte; of the others the low four bits share a byte, and the upper two
-// are in the first ones' upper bits.
+// Q4_K and Q5_K: fp16 scale of scales and scale of mins, then 8 scales and 8 mins of 6 bits in 12 bytes: the
+// first four of each are the low six bits of a byte; of the others the low four bits share a byte, and the
+// upper two are in the first ones' upper bits.
 void decode_k_scales(const uint8_t* raw, int part, Block& out) {
   const uint8_t* packed = raw + 4;
   int scale, min;
@@ -170,8 +171,8 @@ void decode_q5_k(const uint8_t* raw, int part, Block& out) {
     out.codes[i] = static_cast<uint8_t>(k_nibble(nibbles, part, i) | (fifth[i] >> part & 1) << 4);
 }
 
-// Two halves of 128 weights; in each, byte i of 64 has the low nibbles of weights i and i + 64, byte i of 32 two upper
-// bits of weights i, i + 32, i + 64 and i + 96; a signed scale for every 16, and their fp16 scale.
+// Two halves of 128 weights; in each, byte i of 64 has the low nibbles of weights i and i + 64, byte i of 32
+// two upper bits of weights i, i + 32, i + 64 and i + 96; a signed scale for every 16, and their fp16 scale.
 void decode_q6_k(const uint8_t* raw, int part, Block& out) {
   const int half = part / 4, quarter = part % 4;
   const uint8_t* nibbles = raw + 64 * half + 32 * (quarter % 2);
@@ -225,7 +226,8 @@ struct Planes {
     const int num_bytes = block_code_bytes(m.form);
     uint8_t* to = codes + panel * m.codes_stride + block * num_bytes * kLanes + 4 * lane;
     for (int i = 0; i < num_bytes; i += 4) std::memcpy(to + i * kLanes, from.codes + i, 4);
-    const int64_t groups = kBlock / m.group, at = (panel * (m.columns / kBlock) + block) * groups * kLanes + lane;
+    const int64_t groups = kBlock / m.group;
+    const int64_t at = (panel * (m.columns / kBlock) + block) * groups * kLanes + lane;
     for (int64_t g = 0; g < groups; ++g) scales[at + g * kLanes] = from.scales[g];
     if (m.mins) mins[at] = from.min;
   }
@@ -264,12 +266,13 @@ void pack_plain(const Matrix& m, uint8_t* memory, const uint8_t* raw, int64_t be
   }
 }
 
-// ---- quantising floats ----------------------------------------------------------------------------------------
+// ---- quantising floats -----------------------------------------------------------------------------------
 
 float largest_magnitude(const float* x) {
   float largest = 0;
   for (int i = 0; i < kBlock; ++i) {
-    if (!(std::fabs(x[i]) <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
+    if (!(std::fabs(x[i]) <= std::numeric_limits<float>::max()))
+      return std::numeric_limits<float>::quiet_NaN();
     largest = std::max(largest, std::fabs(x[i]));
   }
   return largest;
@@ -334,7 +337,8 @@ void quantize_q4(const float* x, Block& out) {
   const float low = *std::min_element(x, x + kBlock), high = *std::max_element(x, x + kBlock);
   float least = std::numeric_limits<float>::infinity();
   float codes[kBlock], best[kBlock] = {};
-  out.scales[0] = to_half(largest_magnitude(x) + (high - low) / 15.0f);  // stays if nothing fits: NaN, or infinite
+  // What stays if nothing fits: NaN or infinite.
+  out.scales[0] = to_half(largest_magnitude(x) + (high - low) / 15.0f);
   out.min = to_half(low);
   for (const float steps : kSteps) {
     Line line{(high - low) / steps, low};
@@ -356,9 +360,10 @@ void quantize_q4(const float* x, Block& out) {
 
 }  // namespace
 
-// ---- the matrix -------------------------------------------------------------------------------------------------
+// ---- the matrix ------------------------------------------------------------------------------------------
 
-PackedMatrix::PackedMatrix(const std::string& source, int64_t rows, int64_t columns) : source_(&find_source(source)) {
+PackedMatrix::PackedMatrix(const std::string& source, int64_t rows, int64_t columns)
+    : source_(&find_source(source)) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   if (rows < 1 || rows > kMost || columns < 1 || columns > kMost)
     throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(columns) +
@@ -398,7 +403,8 @@ void PackedMatrix::bind(uint8_t* memory) {
 }
 
 void PackedMatrix::bind(const uint8_t* memory) {
-  if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory is not 64-byte aligned");
+  if (reinterpret_cast<uintptr_t>(memory) % 64)
+    throw std::invalid_argument("the memory is not 64-byte aligned");
   writable_ = nullptr;
   view_.codes = memory;
   if (!is_quantized(view_.form)) return;
@@ -417,12 +423,16 @@ void PackedMatrix::check_rows(int64_t begin, int64_t end) const {
 void PackedMatrix::pack(const uint8_t* raw, int64_t begin, int64_t end) {
   check_rows(begin, end);
   switch (view_.form) {
-    case Form::F32: return pack_plain<uint32_t>(view_, writable_, raw, begin, end);
+    case Form::F32:
+      return pack_plain<uint32_t>(view_, writable_, raw, begin, end);
     case Form::F16:
-    case Form::BF16: return pack_plain<uint16_t>(view_, writable_, raw, begin, end);
-    default: break;
+    case Form::BF16:
+      return pack_plain<uint16_t>(view_, writable_, raw, begin, end);
+    default:
+      break;
   }
-  if (source_->block_bytes == 0) throw std::invalid_argument("a matrix of type q8 or q4 is packed from floats");
+  if (source_->block_bytes == 0)
+    throw std::invalid_argument("a matrix of type q8 or q4 is packed from floats");
   const Planes planes{view_, writable_, reinterpret_cast<uint16_t*>(writable_ + scales_offset_),
                       reinterpret_cast<uint16_t*>(writable_ + mins_offset_)};
   const int parts = source_->block_size / kBlock;
@@ -443,8 +453,9 @@ void PackedMatrix::pack(const uint8_t* raw, int64_t begin, int64_t end) {
 
 void PackedMatrix::pack_floats(const float* values, int64_t begin, int64_t end) {
   check_rows(begin, end);
-  if (source_->block_bytes) throw std::invalid_argument(std::string("a matrix of type ") + source_->name +
-                                                        " is packed from the bytes of a file");
+  if (source_->block_bytes)
+    throw std::invalid_argument(std::string("a matrix of type ") + source_->name +
+                                " is packed from the bytes of a file");
   const Planes planes{view_, writable_, reinterpret_cast<uint16_t*>(writable_ + scales_offset_),
                       reinterpret_cast<uint16_t*>(writable_ + mins_offset_)};
   for (int64_t row = begin; row < end; ++row)

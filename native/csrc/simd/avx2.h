@@ -33,7 +33,8 @@ inline F32 load_half(const uint16_t* p) {
 }
 inline F32 load_bf16(const uint16_t* p) {
   auto half = [](const uint16_t* q) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)q)), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)q)), 16));
   };
   return {half(p), half(p + 8)};
 }
@@ -114,7 +115,9 @@ template <int kBits>
 inline I32 shift_right_unsigned(I32 a) {
   return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
 }
-inline I32 operator*(I32 a, I32 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline I32 operator*(I32 a, I32 b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
 inline I32 operator^(I32 a, I32 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 
 inline Bytes load_bytes(const uint8_t* p) {
@@ -126,12 +129,13 @@ inline Bytes low_nibbles(Bytes b) {
 }
 inline Bytes high_nibbles(Bytes b) {
   const __m256i low = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(_mm256_srli_epi16(b.lo, 4), low), _mm256_and_si256(_mm256_srli_epi16(b.hi, 4), low)};
+  return {_mm256_and_si256(_mm256_srli_epi16(b.lo, 4), low),
+          _mm256_and_si256(_mm256_srli_epi16(b.hi, 4), low)};
 }
 
-
-// Each lane's products of 4 * kWords codes of at most 15 with as many signed bytes, which are the same for all
-// lanes, added to `sum`. Exact: the 16 bits in which two products at a time are summed hold eight pairs of them.
+// Each lane's products of 4 * kWords codes of at most 15 with as many signed bytes, which are the same for
+// all lanes, added to `sum`. Exact: the 16 bits in which two products at a time are summed hold eight pairs
+// of them.
 template <int kWords>
 inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
   static_assert(kWords <= 8);
@@ -192,7 +196,8 @@ inline F32 power_of_two(F32 k) {
 inline F32 scale(F32 x, F32 k) {
   auto half = [](__m256 y, __m256 n) {
     n = _mm256_max_ps(_mm256_set1_ps(-250.0f), _mm256_min_ps(_mm256_set1_ps(250.0f), n));
-    const __m256i all = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(all, 1), rest = _mm256_sub_epi32(all, first);
+    const __m256i all = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(all, 1),
+                  rest = _mm256_sub_epi32(all, first);
     const __m256i bias = _mm256_set1_epi32(127);
     y = _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23)));
     return _mm256_mul_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));

@@ -27,7 +27,8 @@ inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline I32 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F32 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline F32 load_bf16(const uint16_t* p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 inline F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
@@ -74,8 +75,8 @@ inline I32 shift_right_unsigned(I32 a) {
 inline I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the low 32 bits
 inline I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 
-// Each lane's products of 4 * kWords unsigned bytes with as many signed ones, which are the same for all lanes,
-// added to `sum`: exact. Two chains, for one would wait for itself.
+// Each lane's products of 4 * kWords unsigned bytes with as many signed ones, which are the same for all
+// lanes, added to `sum`: exact. Two chains, for one would wait for itself.
 template <int kWords>
 inline I32 dot_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
   auto word = [&](int j) {
@@ -98,7 +99,9 @@ inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
 }
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
-inline Bytes high_nibbles(Bytes b) { return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes b) {
+  return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))};
+}
 
 // Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.
 inline float sum(F32 a) {
@@ -112,18 +115,20 @@ inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
 
 // 2^k for k held as a float, -126 <= k <= 127.
 inline F32 power_of_two(F32 k) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(k.v), _mm512_set1_epi32(127)), 23))};
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(k.v), _mm512_set1_epi32(127)), 23))};
 }
-// x * 2^k for a whole k held as a float, rounded once; whatever k: 0 or infinity where the result has no place.
+// x * 2^k for a whole k held as a float, rounded once; whatever k: 0 or infinity where the result has no
+// place.
 inline F32 scale(F32 x, F32 k) { return {_mm512_scalef_ps(x.v, k.v)}; }
-inline F32 round(F32 a) {
-  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
+inline F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 using Mask = uint32_t;  // bit i: lane i
 inline Mask first_lanes(int count) { return count >= 16 ? 0xffffu : (1u << count) - 1; }
 inline F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps((__mmask16)m, no.v, yes.v)}; }
-inline F32 load_masked(Mask m, const float* p) { return {_mm512_maskz_loadu_ps((__mmask16)m, p)}; }  // others: 0
+inline F32 load_masked(Mask m, const float* p) {  // other lanes: 0
+  return {_mm512_maskz_loadu_ps((__mmask16)m, p)};
+}
 inline void store_masked(Mask m, float* p, F32 x) { _mm512_mask_storeu_ps(p, (__mmask16)m, x.v); }
 inline Mask greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 inline Mask not_less(F32 a, F32 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
@@ -134,7 +139,8 @@ inline F32 where_not_less(F32 a, F32 b, F32 x) {  // x, and 0 where a is less th
 inline Mask not_less_unsigned(I32 a, I32 b) { return _mm512_cmp_epu32_mask(a.v, b.v, _MM_CMPINT_NLT); }
 inline Mask is_nan(F32 a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
 
-// The lanes of `m`, side by side from p on. All 16 places are written; those after the lanes of `m` hold anything.
+// The lanes of `m`, side by side from p on. All 16 places are written; those after the lanes of `m` hold
+// anything.
 inline void store_packed(float* p, Mask m, F32 x) {
   _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)m, x.v));
 }

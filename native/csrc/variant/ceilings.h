@@ -1,7 +1,8 @@
-// Work without purpose, by which the machine is measured: what the products of linear.h would reach without scales,
-// what fused steps reach in registers, how fast memory is read.
+// Work without purpose, by which the machine is measured: what the products of linear.h would reach without
+// scales, what fused steps reach in registers, how fast memory is read.
 
-// kTileRows rows times panels, as a tile of linear.h goes, on memory that should stay in the first-level cache.
+// kTileRows rows times panels, as a tile of linear.h goes, on memory that should stay in the first-level
+// cache.
 inline int64_t exercise_bytes(const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   constexpr int kBlocks = 8, kRowBytes = kBlocks * kBlock, kPanelBytes = kRowBytes * kLanes;
   const int8_t* rows = reinterpret_cast<const int8_t*>(memory);
@@ -49,9 +50,12 @@ inline int64_t exercise_reads(const uint8_t* memory, int64_t num_bytes, int32_t*
 
 int64_t exercise(Exercise kind, const uint8_t* memory, int64_t num_bytes, int32_t* result) {
   switch (kind) {
-    case Exercise::ByteProducts: return exercise_bytes(memory, num_bytes, result);
-    case Exercise::FloatProducts: return exercise_floats(memory, num_bytes, result);
-    case Exercise::Reads: return exercise_reads(memory, num_bytes, result);
+    case Exercise::ByteProducts:
+      return exercise_bytes(memory, num_bytes, result);
+    case Exercise::FloatProducts:
+      return exercise_floats(memory, num_bytes, result);
+    case Exercise::Reads:
+      return exercise_reads(memory, num_bytes, result);
   }
   return 0;
 }

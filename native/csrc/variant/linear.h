@@ -1,22 +1,23 @@
 // Products with packed matrices, the encoding of what they read, and single rows of them.
 //
 // Theory of operation.
-// - A product is cut into register tiles of some rows and one panel. A tile walks the columns from first to last and
-//   keeps its sums in registers; what is done for one output, and in which order, is the same in all tiles.
-// - Many rows are bound by arithmetic: a weight is unpacked once for all rows of a tile. Few rows are bound by
-//   reading weights, which is fastest when planes are read as they lie, one panel after another, a little ahead.
-// - Integers: per group of columns with a scale the products are summed exactly in 32 bits, offset included; that sum,
-//   as float, times (weight scale * activation scale) is added to the float sum, and then, where there are mins,
-//   min * (activation scale * sum of the group's activations). 16-bit activations take the same steps with
-//   256 * (sum over high parts) + (sum over low parts), which is still exact.
+// - A product is cut into register tiles of some rows and one panel. A tile walks the columns from first to
+//   last and keeps its sums in registers; what is done for one output, and in which order, is the same in all
+//   tiles.
+// - Many rows are bound by arithmetic: a weight is unpacked once for all rows of a tile. Few rows are bound
+//   by reading weights, which is fastest where planes are read as they lie, panel after panel, a page ahead.
+// - Integers: per group of columns with a scale the products are summed exactly in 32 bits, offset included;
+//   that sum, as float, times (weight scale * activation scale) is added to the float sum, and then, where
+//   there are mins, min * (activation scale * sum of the group's activations). 16-bit activations take the
+//   same steps with 256 * (sum over high parts) + (sum over low parts), which is still exact.
 // - Floats: weights are widened and multiplied column by column; even and odd columns have a fused sum each.
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-constexpr int kAhead = 4096;  // bytes of codes between what is fetched and what is used: the next page
+constexpr int kAhead = 4096;  // bytes of codes between what is asked for and what is used
 
-// How rows are cut: 8, 6, 4, 3, 2, 1 from what the variant's registers hold. `Kernel` has run<rows>(row) for all of its panels,
-// rows counted from the first of the call.
+// How rows are cut: 8, 6, 4, 3, 2, 1 from what the variant's registers hold. `Kernel` has run<rows>(row) for
+// all of its panels, rows counted from the first of the call.
 constexpr int next_tile_rows(int rows) { return rows > 4 ? rows - 2 : rows - 1; }
 
 template <int kRows, class Kernel>
@@ -33,7 +34,7 @@ struct Call {
   float* sums_of(int row, int panel) const { return tile + (int64_t{row} * num_panels + panel) * kLanes; }
 };
 
-// ---- integers ---------------------------------------------------------------------------------------------
+// ---- integers --------------------------------------------------------------------------------------------
 
 constexpr int kWords = kBlock / 4;  // of a block: four codes, or four activations, each
 
@@ -84,7 +85,8 @@ struct QuantizedKernel {
       for (int64_t b = begin; b < end; ++b) {
         Bytes block[kWords];
         load_codes<kFourBits>(codes + b * kCodesBytes, block);
-        UNROLL for (int i = 0; i < kCodesBytes; i += 64) __builtin_prefetch(codes + b * kCodesBytes + kAhead + i);
+        UNROLL for (int i = 0; i < kCodesBytes; i += 64)
+            __builtin_prefetch(codes + b * kCodesBytes + kAhead + i);
         UNROLL for (int g = 0; g < kGroups; ++g) {
           const int64_t at = b * kGroups + g;
           const F32 scale = load_half(scales + at * kLanes);
@@ -105,7 +107,8 @@ struct QuantizedKernel {
             }
             const F32 both = scale * splat(x_scales[int64_t{r} * num_blocks + b]);
             sums[r] = fma(to_float(total), both, sums[r]);
-            if constexpr (kMins) sums[r] = fma(min, splat(corrections.of_min[r][at - begin * kGroups]), sums[r]);
+            if constexpr (kMins)
+              sums[r] = fma(min, splat(corrections.of_min[r][at - begin * kGroups]), sums[r]);
           }
         }
       }
@@ -114,7 +117,7 @@ struct QuantizedKernel {
   }
 
  private:
-  // Per row and group, what an output's min is multiplied with, or the integer that its offset adds to the sum.
+  // Per row and group: what an output's min is multiplied with, or the integer that its offset adds.
   template <int kRows>
   struct Corrections {
     float of_min[kRows][kLanes * kGroups];
@@ -154,7 +157,7 @@ inline void multiply_quantized(const Matrix& m, const Encoded& x, const Call& ca
   cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, false, kGroups>{m, x, call}, 0);
 }
 
-// ---- floats -----------------------------------------------------------------------------------------------
+// ---- floats ----------------------------------------------------------------------------------------------
 
 template <Form kForm>
 inline F32 load_weights(const uint8_t* p) {
@@ -183,21 +186,20 @@ struct FloatKernel {
     const uint8_t* weights = matrix.codes + int64_t{call.first_panel + panel} * matrix.codes_stride;
     const float* rows = x + int64_t{call.first_row + row} * columns;
     F32 sums[kRows][kChains];
-    UNROLL for (int r = 0; r < kRows; ++r)
-      UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
+    UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
     for (int64_t c = 0; c < even_columns; c += kChains) {
       for (int i = 0; i < kChains * kColumnBytes; i += 64)
         __builtin_prefetch(weights + c * kColumnBytes + i + kAhead);
       UNROLL for (int i = 0; i < kChains; ++i) {
         const F32 w = load_weights<kForm>(weights + (c + i) * kColumnBytes);
-        UNROLL for (int r = 0; r < kRows; ++r)
-          sums[r][i] = fma(splat(rows[r * columns + c + i]), w, sums[r][i]);
+        UNROLL for (int r = 0; r < kRows; ++r) sums[r][i] =
+            fma(splat(rows[r * columns + c + i]), w, sums[r][i]);
       }
     }
     if (even_columns < columns) {
       const F32 w = load_weights<kForm>(weights + even_columns * kColumnBytes);
-      UNROLL for (int r = 0; r < kRows; ++r)
-        sums[r][0] = fma(splat(rows[r * columns + even_columns]), w, sums[r][0]);
+      UNROLL for (int r = 0; r < kRows; ++r) sums[r][0] =
+          fma(splat(rows[r * columns + even_columns]), w, sums[r][0]);
     }
     UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r][0] + sums[r][1]);
   }
@@ -215,22 +217,27 @@ void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, 
   const Call call{row, num_rows, panel, num_panels, tile};
   const Encoded& x = in.encoded;
   switch (m.form) {
-    case Form::F32: return multiply_floats<Form::F32>(m, in.rows, call);
-    case Form::F16: return multiply_floats<Form::F16>(m, in.rows, call);
-    case Form::BF16: return multiply_floats<Form::BF16>(m, in.rows, call);
+    case Form::F32:
+      return multiply_floats<Form::F32>(m, in.rows, call);
+    case Form::F16:
+      return multiply_floats<Form::F16>(m, in.rows, call);
+    case Form::BF16:
+      return multiply_floats<Form::BF16>(m, in.rows, call);
     case Form::Q8:
       if (m.group == kGroup) return multiply_quantized<false, false, 2>(m, x, call);
-      return m.mins ? multiply_quantized<false, true>(m, x, call) : multiply_quantized<false, false>(m, x, call);
+      return m.mins ? multiply_quantized<false, true>(m, x, call)
+                    : multiply_quantized<false, false>(m, x, call);
     case Form::Q4:
-      return m.mins ? multiply_quantized<true, true>(m, x, call) : multiply_quantized<true, false>(m, x, call);
+      return m.mins ? multiply_quantized<true, true>(m, x, call)
+                    : multiply_quantized<true, false>(m, x, call);
   }
 }
 
-// ---- activations as integers --------------------------------------------------------------------------------
+// ---- activations as integers -----------------------------------------------------------------------------
 
-// A block is scaled so that its largest magnitude becomes 127, or 127 * 256. Blocks below kTiny, where the inverse
-// of a scale would overflow, count as zeros; one with a NaN or an infinity gets the scale NaN, and so does every
-// output that reads it.
+// A block is scaled so that its largest magnitude becomes 127, or 127 * 256. Blocks below kTiny, where the
+// inverse of a scale would overflow, count as zeros; one with a NaN or an infinity gets the scale NaN, and so
+// does every output that reads it.
 constexpr float kTiny = 0x1p-110f, kHuge = 0x1.fffffep+127f;
 
 inline void encode_block(const float* x, int8_t* high, int8_t* low, float* scale, int32_t* code_sums) {
@@ -271,7 +278,7 @@ void encode(const float* x, int count, const Encoded& out, int row, int column) 
   }
 }
 
-// ---- one row -------------------------------------------------------------------------------------------------
+// ---- one row ---------------------------------------------------------------------------------------------
 
 inline float lane_of(F32 vector, int lane) {
   alignas(64) float values[kLanes];
@@ -282,7 +289,8 @@ inline float lane_of(F32 vector, int lane) {
 template <Form kForm>
 inline void embed_floats(const Matrix& m, const uint8_t* weights, int lane, float* out) {
   constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
-  for (int64_t c = 0; c < m.columns; ++c) out[c] = lane_of(load_weights<kForm>(weights + c * kColumnBytes), lane);
+  for (int64_t c = 0; c < m.columns; ++c)
+    out[c] = lane_of(load_weights<kForm>(weights + c * kColumnBytes), lane);
 }
 
 template <bool kFourBits>
@@ -306,11 +314,16 @@ void embed(const Matrix& m, int row, float* out) {
   const int lane = row % kLanes;
   const uint8_t* codes = m.codes + panel * m.codes_stride;
   switch (m.form) {
-    case Form::F32: return embed_floats<Form::F32>(m, codes, lane, out);
-    case Form::F16: return embed_floats<Form::F16>(m, codes, lane, out);
-    case Form::BF16: return embed_floats<Form::BF16>(m, codes, lane, out);
-    case Form::Q8: return embed_codes<false>(m, codes, panel, lane, out);
-    case Form::Q4: return embed_codes<true>(m, codes, panel, lane, out);
+    case Form::F32:
+      return embed_floats<Form::F32>(m, codes, lane, out);
+    case Form::F16:
+      return embed_floats<Form::F16>(m, codes, lane, out);
+    case Form::BF16:
+      return embed_floats<Form::BF16>(m, codes, lane, out);
+    case Form::Q8:
+      return embed_codes<false>(m, codes, panel, lane, out);
+    case Form::Q4:
+      return embed_codes<true>(m, codes, panel, lane, out);
   }
 }
 
