@@ -205,6 +205,8 @@ def test_prompt_is_needed(server):
         ({"n": 1.5}, "n"),
         ({"n": 10**6}, "n"),
         ({"n": 5_000_000}, "n"),
+        ({"n": 10_000, "prompt": ["a", "b"]}, "n"),
+        ({"n": 1, "best_of": 10_000, "prompt": ["a", "b"]}, "n"),
         ({"min_tokens": 6}, "min_tokens"),
         ({"max_tokens": None, "min_tokens": 17}, "min_tokens"),
         ({"stop": [""]}, "stop"),
@@ -219,7 +221,7 @@ def test_prompt_is_needed(server):
 )
 def test_what_is_refused(server, fields, param):
     """Cases B064, B095, B100: by name, before the engine hears of it."""
-    reply = server.complete(**fields)
+    reply = server.complete(**{"prompt": "hello"} | fields)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 

@@ -59,11 +59,10 @@ async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.S
 
 
 async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]:
-    for index, prompt in enumerate(question.prompts):
-        given: Mapping[str, Any] = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
+    for prompt in question.prompts:
         yield await llm.add_request(
-            question.id if len(question.prompts) == 1 else f"{question.id}-{index}",
-            given,
+            question.id,  # of all of them: an abort by it ends all
+            {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids},
             question.params,
             priority=question.priority,
             cache_salt=question.cache_salt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from mainspring import __version__
 from mainspring.server.errors import ApiError
 from mainspring.server.http import JSONReply
-from mainspring.server.prompts import chat_prompt, is_long, needed
+from mainspring.server.prompts import LONG_CHARACTERS, chat_prompt, is_long, needed
 from mainspring.server.reading import read
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.replies import (
@@ -113,13 +114,15 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = await read(service, request, DetokenizeRequest)
     service.check_model(body.model)
     tokenizer = needed(llm.tokenizer)
-    if wrong := [i for i in body.tokens if not 0 <= i < tokenizer.vocab_size]:
+    if wrong := [i for i in body.tokens if not 0 <= i < tokenizer.vocab_size][:1]:
         raise ApiError(
             400,
             f"tokens has {wrong[0]}, which is no token: ids go from 0 to {tokenizer.vocab_size - 1}",
             "tokens",
         )
-    return JSONReply(DetokenizeReply(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(decode) if len(body.tokens) > LONG_CHARACTERS else decode()
+    return JSONReply(DetokenizeReply(text))
 
 
 async def openapi(service: Service, request: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mainspring.base.errors import CheckpointError
+from mainspring.base.params import MAX_N
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.frontend.tokenizer import Tokenizer
 from mainspring.server.errors import ApiError
@@ -59,10 +60,11 @@ def completion_prompts(
     body: CompletionRequest, tokenizer: Tokenizer | None, max_model_len: int
 ) -> list[TokenPrompt]:
     """Raises `ApiError` or `RequestError`."""
-    prompts = [
-        _token_prompt(given, tokenizer, body.add_special_tokens is not False)
-        for given in _separate(body.prompt)
-    ]
+    separate = _separate(body.prompt)
+    each = max(body.n or 1, body.best_of or 1)
+    if len(separate) * each > MAX_N:
+        raise ApiError(400, f"{len(separate)} prompts with {each} answers each are more than {MAX_N}", "n")
+    prompts = [_token_prompt(given, tokenizer, body.add_special_tokens is not False) for given in separate]
     return [truncated(prompt, body, max_model_len) for prompt in prompts]
 
 
