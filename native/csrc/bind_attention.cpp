@@ -5,8 +5,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <chrono>
-#include <memory>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -163,7 +164,8 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
     plan_s = std::min(plan_s, seconds() - start);
   }
   args.plan = owner.plan;
-  std::vector<float> partials(num_partials(*owner.plan));
+  // What no job has left would be seen.
+  std::vector<float> partials(num_partials(*owner.plan), std::numeric_limits<float>::quiet_NaN());
   args.partials = partials.data();
   Pool pool(num_threads);
   AttentionPass pass(kernels, args, num_threads);

@@ -174,6 +174,10 @@ def check(cache: Cache, requests: list[Request], parts: list[Part], num_threads:
         np.testing.assert_allclose(found, right, rtol=0, atol=tolerance)
 
 
+def same_bytes(found: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.view(np.uint32), right.view(np.uint32))
+
+
 # ---------------------------------------------------------------------------------------------------------
 # against numpy
 # ---------------------------------------------------------------------------------------------------------
@@ -226,6 +230,18 @@ def test_long_context(variant, form):
     check(cache, requests, [requests[0].part(4900, 5000)], num_threads=2)
 
 
+def test_a_window_ends_inside_a_tile_that_is_cut(variant):
+    """The first rows of a chunk see a span more than its last ones, and each span is a job of its own."""
+    cache = Cache(variant, Shape(4, 2, 64, window=900))
+    one = request(cache, 1165)
+    part = one.part(1149, 1165)
+    assert 1149 - 899 < SPAN <= 1164 - 899
+    check(cache, [one], [part])
+    (rows,), _ = cache.attention([part])
+    for i in range(16):
+        same_bytes(rows[i : i + 1], cache.attention([one.part(1149 + i, 1150 + i)])[0][0])
+
+
 def test_large_and_equal_scores(variant):
     """The largest score is taken off before the exp: scores of thousands do no harm."""
     cache = Cache(variant, Shape(1, 1, 64, form="F32"))
@@ -256,10 +272,6 @@ EXACT_SHAPES = [
     Shape(5, 1, 48, window=300, soft_cap=30.0, block_size=32),
     Shape(32, 1, 128),
 ]
-
-
-def same_bytes(found: np.ndarray, right: np.ndarray) -> None:
-    np.testing.assert_array_equal(found.view(np.uint32), right.view(np.uint32))
 
 
 @pytest.mark.parametrize("shape", EXACT_SHAPES, ids=str)
