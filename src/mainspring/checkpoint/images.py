@@ -1,13 +1,16 @@
-"""Packed weights on disk, so that a second start maps them instead of packing again.
+"""Packed weights on disk, so that a second start reads or maps them instead of packing again.
 
 Theory of operation.
 - An image is one file: a page that says of what it is made, then the bytes. Its name is a digest of the model
   file's identity (device, inode, size, times of last change), of how it is packed, and of the layout's
   version. Whatever changes a file's content changes its ctime; hashing the content would cost more than
   packing it.
-- An image is written under another name and renamed when it is whole. Room is reserved before it is mapped,
-  for a full disk would end the process at some later write. Where it cannot be kept, weights are packed into
-  memory of this process alone, and that is all that is lost.
+- Small images are read into memory of this process, which comes in huge pages: a token of one stream then
+  takes a fifth less time than from a map of the file, whose pages are small. Large ones are mapped, for
+  reading them would take longer than a start should.
+- An image is written under another name and renamed when it is whole. Room is reserved first, for a full disk
+  would end the process at some later write to a map. Where it cannot be kept, weights stay in memory of this
+  process alone, and that is all that is lost.
 - The folder is bounded: before an image is written the least recently used ones go until it fits.
 
 `open_image` gives memory to fill or filled; whoever asks packs, and says `keep` when it is done.
@@ -36,6 +39,7 @@ LAYOUT_VERSION = 1  # of the native kernels' packed matrices
 SUFFIX = ".packed"
 HEADER_BYTES = 4096
 MOST_BYTES = 16 * 2**30  # of all images together
+MOST_COPIED_BYTES = 2 * 2**30  # of an image that is read instead of mapped: about half a second
 MOST_SHARE = 0.25  # of the free disk, that a new image may take
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,26 +61,36 @@ class Image:
 
     memory: Bytes
     is_filled: bool
-    part: Path | None = None  # where it is being written
-    path: Path | None = None
+    header: bytes = b""
+    path: Path | None = None  # where it is to be kept; None: nowhere
+    part: Path | None = None  # a file of which `memory` is a map, until it is kept
 
     def keep(self) -> None:
         """It is filled now: let later starts find it."""
-        if self.part is None or self.path is None:
+        self.is_filled = True
+        if self.path is None:
             return
         try:
-            os.replace(self.part, self.path)
+            part = self.part or self._write(_part_of(self.path))
+            os.replace(part, self.path)
         except OSError as error:
-            logger.info("packed weights are not kept: %s", error.strerror)
+            logger.info("packed weights are not kept: %s", error.strerror or error)
             self.drop()
-        self.is_filled, self.part = True, None
+        self.path = self.part = None
 
     def drop(self) -> None:
         """It will not be filled."""
-        if self.part is not None:
+        if self.path is not None:
             with suppress(OSError):
-                self.part.unlink()
-            self.part = None
+                _part_of(self.path).unlink()
+        self.path = self.part = None
+
+    def _write(self, part: Path) -> Path:
+        with open(part, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + len(self.memory))
+            file.write(self.header)
+            file.write(self.memory.data)
+        return part
 
 
 def images_dir() -> Path:
@@ -89,9 +103,9 @@ def open_image(model: str | os.PathLike[str], packing: str, num_bytes: int) -> I
     `packing` holds all that the bytes depend on beside the file's content.
     """
     path = images_dir() / f"{_digest(model, packing, num_bytes)}{SUFFIX}"
-    memory = _mapped(path, num_bytes)
+    memory = _existing(path, num_bytes)
     if memory is not None:
-        return Image(memory, True, path=path)
+        return Image(memory, True)
     try:
         return _new(path, model, packing, num_bytes)
     except OSError as error:
@@ -141,37 +155,53 @@ def _digest(model: str | os.PathLike[str], packing: str, num_bytes: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _mapped(path: Path, num_bytes: int) -> Bytes | None:
+def _existing(path: Path, num_bytes: int) -> Bytes | None:
+    """The bytes of an image that is there and whole."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != HEADER_BYTES + num_bytes:
                 return None
-            # copied on write: nobody writes it, but a read-only map could not be given to C++ as memory
-            pages = mmap.mmap(file.fileno(), HEADER_BYTES + num_bytes, flags=mmap.MAP_PRIVATE)
+            if num_bytes <= MOST_COPIED_BYTES:
+                file.seek(HEADER_BYTES)
+                memory = private_memory(num_bytes)
+                if file.readinto(memory.data) != num_bytes:
+                    return None
+            else:
+                # copied on write: nobody writes it, but a read-only map could not be given to C++ as memory
+                pages = mmap.mmap(file.fileno(), HEADER_BYTES + num_bytes, flags=mmap.MAP_PRIVATE)
+                memory = np.frombuffer(pages, np.uint8)[HEADER_BYTES:]
         with suppress(OSError):
             os.utime(path)  # it was used now
     except (OSError, ValueError):
         return None
-    return np.frombuffer(pages, np.uint8)[HEADER_BYTES:]
+    return memory
 
 
 def _new(path: Path, model: str | os.PathLike[str], packing: str, num_bytes: int) -> Image:
     path.parent.mkdir(parents=True, exist_ok=True)
     _make_room(path.parent, num_bytes)
-    part = path.with_suffix(f".{os.getpid()}.part")
     header = json.dumps({"model": os.fspath(model), "packing": packing}).encode()
     if len(header) > HEADER_BYTES:
         header = json.dumps({"model": "?", "packing": packing[:64]}).encode()
+    header = header.ljust(HEADER_BYTES)
+    if num_bytes <= MOST_COPIED_BYTES:
+        return Image(private_memory(num_bytes), False, header, path)
+    part = _part_of(path)
     with open(part, "w+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + num_bytes)
-            file.write(header.ljust(HEADER_BYTES))
+            file.write(header)
             file.flush()
             pages = mmap.mmap(file.fileno(), HEADER_BYTES + num_bytes)
         except BaseException:
             part.unlink()
             raise
-    return Image(np.frombuffer(pages, np.uint8)[HEADER_BYTES:], False, part, path)
+    return Image(np.frombuffer(pages, np.uint8)[HEADER_BYTES:], False, header, path, part)
+
+
+def _part_of(path: Path) -> Path:
+    """Where this process writes what is to become `path`."""
+    return path.with_suffix(f".{os.getpid()}.part")
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
