@@ -90,7 +90,7 @@ struct AttentionArgs {
   const float* q;  // row t's query heads begin at q + t * q_stride
   int64_t q_stride;
   float* out;  // [tokens][num_heads * head_size]; may be null if encoded.high is not
-  Encoded encoded;
+  Encoded encoded;  // only where the query heads of a KV head are whole blocks
   KVCache cache;
   AttentionShape shape;
   float* partials;  // plan's scratch

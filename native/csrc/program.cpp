@@ -283,8 +283,11 @@ struct AttentionStep final : Step {
   int num_units(const Machine& machine) const override { return mainspring::num_units(*machine.plans[plan].plan); }
   void run(Machine& machine, int unit, int thread) const override {
     const Buffer &q = machine.buffer(qkv), &result = machine.buffer(out);
-    const AttentionArgs args{machine.plans[plan].plan, q.rows,         q.width, result.rows, result.encoded,
-                             machine.kv[layer],        machine.plans[plan].key.shape, machine.partials.data()};
+    const AttentionShape& shape = machine.plans[plan].key.shape;
+    // A KV head's part of a row is encoded here if it is whole blocks; if not, an EncodeStep follows.
+    const bool whole = shape.num_heads / shape.num_kv_heads * shape.head_size % kBlock == 0;
+    const AttentionArgs args{machine.plans[plan].plan, q.rows, q.width, result.rows, whole ? result.encoded : Encoded{},
+                             machine.kv[layer], shape, machine.partials.data()};
     machine.kernels.attend(args, unit, machine.scratch(thread));
   }
 };

@@ -56,6 +56,17 @@ FUSED_LAYER = [
 ]
 
 
+@pytest.mark.parametrize(("num_heads", "itself"), [(4, True), (6, False), (2, False)])
+def test_attention_encodes_only_whole_blocks_of_a_kv_head(num_heads: int, itself: bool):
+    """Two KV heads share out a row: in parts of 32, 48 or 16 columns, and blocks of 32 share a scale."""
+    shape = AttentionShape(num_heads, 2, 16, 0.25)
+    calls = [Call("linear", ("qkv", "given", "wqkv")), Call("attention", ("attended", 0, "qkv", shape))]
+    calls.append(Call("linear", ("branch", "attended", "wo")))
+    recorded = record(calls, weights(), given="given", kept="branch")
+    assert ops(recorded)[2:] == ["attention", *([] if itself else ["encode"]), "linear"]
+    assert recorded.last["attended"] == Storage("attended", not itself, True)
+
+
 def test_a_layer_becomes_eight_steps():
     assert ops(record(MODEL, weights(), given=None, kept="normed")) == [
         "embedding",

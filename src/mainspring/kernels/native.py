@@ -38,6 +38,7 @@ KV_BYTES: dict[KVType, int] = {"float32": 4, "float16": 2, "int8": 1}
 KV_SCALE_BYTES: dict[KVType, int] = {"float32": 0, "float16": 0, "int8": 4}  # per token, KV head, and K or V
 QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
+MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
 
 

@@ -8,7 +8,9 @@ Theory of operation.
   are read from outside, keeps floats, while the norms inside the layers keep only what their products read.
 - Fusions: a product whose result is only added to another buffer adds it itself; gate, up and SwiGLU are one
   step; so are rotation and keeping keys and values. Norms, sums, activations and attention write encoded rows
-  themselves; where a product's result is read encoded, or rows come from outside, a step is put in.
+  themselves; where a product's result is read encoded, or rows come from outside, a step is put in. So it is
+  after an attention whose KV heads share out a row in parts that are no whole blocks, which it could not
+  encode one by one.
 """
 
 from __future__ import annotations
@@ -170,10 +172,10 @@ def _is_dead(buffer: str, rest: Sequence[Call]) -> bool:
 class _Value:
     """What a buffer holds from one write to the next."""
 
-    def __init__(self, buffer: str, writer: str) -> None:
+    def __init__(self, buffer: str, writer: Call | None) -> None:
         self.buffer = buffer
-        self.writer = writer  # the operation that wrote it last; "given": rows from outside
-        self.floats = writer in ("given", "linear")  # a product's rows are made as floats
+        self.writer = writer  # the operation that wrote it last; None: rows from outside
+        self.floats = not _encodes(writer)
         self.encoded = False
 
     def storage(self) -> Storage:
@@ -181,7 +183,7 @@ class _Value:
 
 
 def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str | None) -> Recorded:
-    values: dict[str, _Value] = {} if given is None else {given: _Value(given, "given")}
+    values: dict[str, _Value] = {} if given is None else {given: _Value(given, None)}
     steps: list[tuple[str, list[Any]]] = []
     for call in calls:
         operands = list(call.operands)
@@ -198,14 +200,14 @@ def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str
             value.floats |= floats
             if encoded and not value.encoded:
                 value.encoded = True
-                if value.writer not in ENCODE_THEMSELVES:
+                if not _encodes(value.writer):
                     steps.append(("encode", [value]))
             operands[source] = value
         if call.op in WRITES:
-            written = values[operands[0]] = _Value(operands[0], call.op)
+            written = values[operands[0]] = _Value(operands[0], call)
             operands[0] = written
         elif call.op in IN_PLACE:
-            _rewrite(values, operands, call.op)
+            _rewrite(operands[0], call)
         steps.append((call.op, operands))
     last = values[kept] if kept is not None else None
     if last is not None:
@@ -217,9 +219,19 @@ def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str
     return Recorded(instructions, {name: value.storage() for name, value in values.items()})
 
 
-def _rewrite(values: dict[str, _Value], operands: list[Any], op: str) -> None:
+def _encodes(writer: Call | None) -> bool:
+    """Whether an operation can write encoded rows as well."""
+    if writer is None or writer.op not in ENCODE_THEMSELVES:
+        return False
+    if writer.op != "attention":
+        return True
+    shape = writer.operands[3]
+    part: int = shape.num_heads // shape.num_kv_heads * shape.head_size  # of a row, by one KV head
+    return part % BLOCK == 0
+
+
+def _rewrite(value: Any, call: Call) -> None:
     """An operation in place: the same storage, and what was encoded is stale unless the writer encodes."""
-    value = operands[0]
     assert isinstance(value, _Value)
-    assert not value.encoded, f"{op} changes {value.buffer}, whose encoded rows were read already"
-    value.writer = op
+    assert not value.encoded, f"{call.op} changes {value.buffer}, whose encoded rows were read already"
+    value.writer = call

@@ -7,7 +7,15 @@ from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import is_config, read_config
-from mainspring.kernels.native import KV_TILE, MOST_HEAD_SIZE, KVType, NativeOps, library, why_not
+from mainspring.kernels.native import (
+    KV_TILE,
+    MOST_HEAD_SIZE,
+    MOST_SHARING,
+    KVType,
+    NativeOps,
+    library,
+    why_not,
+)
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
@@ -78,6 +86,9 @@ def _unfit(config: EngineConfig, spec: ModelSpec) -> str | None:
         size = layer.attn.head_size
         if size % KV_TILE or size > MOST_HEAD_SIZE:
             return f"heads of {size} are no multiple of {KV_TILE} up to {MOST_HEAD_SIZE}"
+        sharing = layer.attn.num_heads // layer.attn.num_kv_heads
+        if sharing > MOST_SHARING:
+            return f"{sharing} query heads on a KV head are more than {MOST_SHARING}"
     return None
 
 

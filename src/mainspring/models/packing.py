@@ -76,7 +76,7 @@ def place_weights(
                 matrix = native.Matrix(kind, *part.shape)
             except ValueError as error:
                 raise CheckpointError(
-                    f"tensor {quoted(tensor)}: {error}; use kernels numpy, or quantization f16"
+                    f"tensor {quoted(tensor or part.role)}: {error}; use kernels numpy, or quantization f16"
                 ) from None
             placed.append(Placed(handle, part, tensor, matrix, end))
             end += -(-matrix.num_bytes // PLANE) * PLANE

@@ -1,0 +1,241 @@
+"""Whole small models on the native kernels: any shape and any mix of tensor types gives what numpy gives.
+
+What is compared are logits of requests of several lengths, cut into steps in two ways. The native ones must
+be the same bits for both, and near numpy's: `NEAR` is a bound on the root mean square of the difference, of
+logits that have unit size. With int16 activations and a float32 cache hardly more than the order of additions
+differs; int8 ones round each value to a 127th of the largest of 32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+from model_toys import Requests, engine_config
+
+from mainspring.base.config import SchedulerConfig
+from mainspring.base.errors import CheckpointError, ConfigError
+from mainspring.base.messages import KVCacheConfig, KVCacheGroup
+from mainspring.kernels.native import library, why_not
+from mainspring.kernels.ops import Batch, Floats
+from mainspring.models.decoder import Decoder
+from mainspring.models.loader import load_model
+
+if library() is None:
+    pytest.skip(why_not(), allow_module_level=True)
+
+VARIANTS = library().runnable_variants()  # type: ignore[union-attr]
+BLOCK_SIZE = 16
+NEAR = {"int16": 0.0003, "int8": 0.05}
+LENGTHS = [37, 1, 300, 16]
+CUTS = [
+    [[30, 1, 1, 0], [7, 0, 63, 0], [0, 0, 64, 0], [0, 0, 64, 16], [0, 0, 108, 0]],
+    [[37, 1, 300, 16]],  # more rows than the settings announce: buffers grow
+]
+
+
+def shape(**changes: int) -> dict[str, int]:
+    return {
+        "hidden": 64,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 16,
+        "mlp": 96,
+        "vocab": 130,
+    } | changes
+
+
+def write_model(
+    path: Path, s: dict[str, int], types: list[str], change: dict[str, Any] | None = None
+) -> Path:
+    """A model of random weights, its matrices of these types in turn; F16 where rows are no whole blocks."""
+    rng = np.random.default_rng(3)
+    writer = GGUFWriter(str(path), "llama")
+    q, kv = s["heads"] * s["head_size"], s["kv_heads"] * s["head_size"]
+    for key, value in {
+        "block_count": s["layers"],
+        "context_length": 512,
+        "embedding_length": s["hidden"],
+        "feed_forward_length": s["mlp"],
+        "attention.head_count": s["heads"],
+        "attention.head_count_kv": s["kv_heads"],
+        "attention.key_length": s["head_size"],
+        "attention.value_length": s["head_size"],
+        "rope.dimension_count": s["head_size"],
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 1000.0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (s["vocab"], s["hidden"]),
+        "output_norm": (s["hidden"],),
+    }
+    for i in range(s["layers"]):
+        shapes |= {
+            f"blk.{i}.attn_norm": (s["hidden"],),
+            f"blk.{i}.attn_q": (q, s["hidden"]),
+            f"blk.{i}.attn_k": (kv, s["hidden"]),
+            f"blk.{i}.attn_v": (kv, s["hidden"]),
+            f"blk.{i}.attn_output": (s["hidden"], q),
+            f"blk.{i}.ffn_norm": (s["hidden"],),
+            f"blk.{i}.ffn_gate": (s["mlp"], s["hidden"]),
+            f"blk.{i}.ffn_up": (s["mlp"], s["hidden"]),
+            f"blk.{i}.ffn_down": (s["hidden"], s["mlp"]),
+        }
+    kinds = itertools.cycle(types)
+    for name, lengths in shapes.items():
+        values = rng.standard_normal(lengths).astype(np.float32) * np.float32(lengths[-1] ** -0.5)
+        if len(lengths) == 1:
+            writer.add_tensor(f"{name}.weight", values + 1)
+            continue
+        kind = next(kinds)
+        if kind in ("Q4_1", "Q8_0") and lengths[1] % 32:
+            kind = "F16"
+        raw = quants.quantize(values, GGMLQuantizationType[kind])
+        if change is not None and name in change:
+            change[name](raw)
+        given = {} if kind in ("F32", "F16") else {"raw_dtype": GGMLQuantizationType[kind]}
+        writer.add_tensor(f"{name}.weight", raw, **given)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path / "cache"))
+
+
+def loaded(model: Path, **settings: Any) -> Decoder:
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
+    config = engine_config(
+        str(model), load_format="auto", scheduler=scheduler, block_size=BLOCK_SIZE, **settings
+    )
+    decoder = load_model(config)
+    (spec,) = set(decoder.kv_cache_specs())
+    layers = tuple(range(len(decoder.spec.layers)))
+    decoder.initialize_kv(KVCacheConfig(60, BLOCK_SIZE, (KVCacheGroup(layers, spec),)))
+    return decoder
+
+
+class Pages(Requests):
+    """Requests in blocks of 16 tokens and in a vocabulary of any size."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(LENGTHS, 0)
+        self.tokens = [tokens % vocab_size for tokens in self.tokens]
+        free = iter(np.random.default_rng(0).permutation(np.arange(1, 60)).tolist())
+        self.blocks = [[next(free) for _ in range(-(-length // BLOCK_SIZE))] for length in LENGTHS]
+
+    def batch(self, counts: list[int]) -> Batch:
+        batch = super().batch(counts)
+        rows = [r for r, count in enumerate(counts) if count]
+        table = np.zeros((len(rows), max(len(self.blocks[r]) for r in rows)), np.int32)
+        for row, r in enumerate(rows):
+            table[row, : len(self.blocks[r])] = self.blocks[r]
+        row_of = np.repeat(np.arange(len(rows)), np.diff(batch.query_start_loc))
+        slots = table[row_of, batch.positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+        return replace(batch, block_tables=(table,), slot_mapping=(slots + batch.positions % BLOCK_SIZE,))
+
+
+def logits_of(decoder: Decoder, steps: list[list[int]]) -> Floats:
+    """Of every token of every request, request by request."""
+    pages = Pages(decoder.vocab_size)
+    rows: list[list[Floats]] = [[] for _ in LENGTHS]
+    for counts in steps:
+        batch = pages.batch(counts)
+        logits = decoder.logits(decoder.forward(batch)).copy()
+        running = [r for r, count in enumerate(counts) if count]
+        for r, part in zip(running, np.split(logits, batch.query_start_loc[1:-1]), strict=True):
+            rows[r].append(part)
+    return np.concatenate([part for parts in rows for part in parts])
+
+
+ALL = ["F32", "Q4_1", "BF16", "Q8_0", "F16"]
+MODELS = {
+    "every type": (shape(), ALL),
+    "every type, shifted": (shape(), ALL[3:] + ALL[:3]),
+    "nothing is whole blocks": (shape(hidden=100, mlp=33), ["F16", "F32", "BF16"]),
+    "parts of rows by KV heads that are no whole blocks": (shape(heads=14, head_size=48), ["Q8_0"]),
+    "one head of each kind": (shape(heads=1, kv_heads=1, head_size=16), ["Q4_1"]),
+    "the largest heads": (shape(heads=3, kv_heads=1, head_size=256), ["Q8_0", "Q4_1"]),
+    "as many query heads as can share": (shape(heads=64, kv_heads=1), ["Q4_1"]),
+    "nine to one": (shape(heads=9, kv_heads=1, head_size=80), ["F16", "Q8_0"]),
+    "a vocabulary of one": (shape(vocab=1), ["Q8_0"]),
+    "a vocabulary of seven": (shape(vocab=7, layers=1), ["F32"]),
+    "a vocabulary beyond a tile": (shape(vocab=33_000, layers=1), ["Q4_1", "F16"]),
+}
+
+
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_native_is_near_numpy_and_cuts_change_nothing(
+    name: str, variant: str, activations: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "m.gguf", *MODELS[name])
+    expected = logits_of(loaded(model, kernels="numpy"), CUTS[0])
+    settings = {"instruction_set": variant, "activations": activations, "kv_cache_dtype": "float32"}
+    decoder = loaded(model, kernels="native", **settings)
+    found = [logits_of(decoder, steps) for steps in CUTS]
+    assert found[0].tobytes() == found[1].tobytes()
+    off = np.sqrt(np.mean((found[0] - expected) ** 2))
+    print(f"off by {off:.5f} of {np.sqrt(np.mean(expected**2)):.2f}")
+    assert off < NEAR[activations]
+    again = logits_of(loaded(model, kernels="native", num_threads=1, **settings), CUTS[0])
+    assert again.tobytes() == found[0].tobytes(), "from the image, by one thread"
+
+
+def test_the_largest_of_any_vocabulary(tmp_path: Path) -> None:
+    """Whether the head finds it or the logits are looked through; with masks, also one that allows none."""
+    for vocab in (1, 7, 31, 33, 64, 65, 1000):
+        model = write_model(tmp_path / f"{vocab}.gguf", shape(vocab=vocab), ["Q8_0"])
+        decoder = loaded(model, kernels="native")
+        assert decoder.greedy is not None
+        hidden = decoder.forward(Pages(vocab).batch([5, 1, 60, 0])).copy()
+        logits = decoder.logits(hidden).copy()
+        ids, values = decoder.greedy(hidden)
+        np.testing.assert_array_equal(ids, logits.argmax(axis=1))
+        np.testing.assert_array_equal(values, logits.max(axis=1))
+        words = (
+            np.random.default_rng(1)
+            .integers(0, 2**32, (len(hidden), -(-vocab // 32)), np.uint32)
+            .view(np.int32)
+        )
+        words[0] = 0
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
+        masked = np.where(bits, logits, -np.inf)
+        ids, _ = decoder.greedy(hidden, list(words))
+        np.testing.assert_array_equal(ids, np.where(bits.any(axis=1), masked.argmax(axis=1), -1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"heads": 65, "kv_heads": 1}, "65 query heads on a KV head are more than 64"),
+        ({"head_size": 24}, "heads of 24 are no multiple of 16 up to 256"),
+        ({"head_size": 272}, "heads of 272 are no multiple of 16 up to 256"),
+    ],
+)
+def test_shapes_without_a_native_form_run_in_numpy(
+    changes: dict[str, int], expected: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "m.gguf", shape(**changes), ["F16"])
+    assert loaded(model).ops.name == "numpy"
+    with pytest.raises(ConfigError, match=f"kernels native: {expected}"):
+        loaded(model, kernels="native")
+
+
+@pytest.mark.parametrize("quantization", ["q8", "q4"])
+def test_rows_that_cannot_be_quantised_are_refused_by_name(quantization: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m.gguf", shape(mlp=100), ["F16"])
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_down\.weight': rows of 100 weights, expected a"):
+        loaded(model, quantization=quantization)
