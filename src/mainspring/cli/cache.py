@@ -33,5 +33,6 @@ def run(argv: list[str]) -> int:
     print(f"{images_dir()}: {sum(image.num_bytes for image in images) / 1e6:.0f} MB of packed weights")
     for image in images:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(image.last_used_s))
-        print(f"{image.num_bytes / 1e6:8.0f} MB  used {used}  {image.model} ({image.packing})")
+        model = image.model if image.model.isprintable() else repr(image.model)
+        print(f"{image.num_bytes / 1e6:8.0f} MB  used {used}  {model} ({image.packing})")
     return 0
