@@ -9,6 +9,7 @@ differs; int8 ones round each value to a 127th of the largest of 32.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from model_toys import Requests, engine_config
 from mainspring.base.config import SchedulerConfig
 from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.messages import KVCacheConfig, KVCacheGroup
-from mainspring.kernels.native import library, why_not
+from mainspring.checkpoint.images import list_images
+from mainspring.kernels.native import PackedWeight, library, why_not
 from mainspring.kernels.ops import Batch, Floats
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
@@ -239,3 +241,68 @@ def test_rows_that_cannot_be_quantised_are_refused_by_name(quantization: str, tm
     model = write_model(tmp_path / "m.gguf", shape(mlp=100), ["F16"])
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_down\.weight': rows of 100 weights, expected a"):
         loaded(model, quantization=quantization)
+
+
+def spoil(bad: float, field: slice | None = None) -> Callable[[Any], None]:
+    """Put a number into a tensor: in the place of a weight, or of the fp16 at these bytes of a block."""
+
+    def change(raw: np.ndarray) -> None:
+        if field is not None:
+            raw[5, field] = np.frombuffer(np.float16(bad).tobytes(), np.uint8)
+        elif raw.dtype == np.uint8:  # BF16
+            raw[5].view(np.uint16)[40] = np.float32(bad).view(np.uint32) >> 16
+        else:
+            raw[5, 40] = bad
+
+    return change
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("F32", None),
+        ("F16", None),
+        ("BF16", None),
+        ("Q4_1", slice(0, 2)),
+        ("Q4_1", slice(2, 4)),
+        ("Q8_0", slice(34, 36)),
+    ],
+    ids=str,
+)
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    kind: str, field: slice | None, bad: float, tmp_path: Path
+) -> None:
+    """Also at the second start: no image was kept of them."""
+    name = "blk.1.ffn_up"
+    model = write_model(tmp_path / "m.gguf", shape(), [kind], {name: spoil(bad, field)})
+    for quantization in (None, None, "f16", "q8"):
+        with pytest.raises(
+            CheckpointError, match=r"m\.gguf: tensor 'blk\.1\.ffn_up\.weight' holds NaN or infinity"
+        ):
+            loaded(model, kernels="native", quantization=quantization)
+    assert list_images() == []
+
+
+@pytest.mark.parametrize(
+    ("quantization", "fits", "too_large"),
+    [("f16", 65504.0, 65505.0), ("q8", 8.3e6, 8.4e6), ("q4", -65504.0, -65510.0), ("bf16", 3.38e38, 3.4e38)],
+)
+def test_what_a_quantization_cannot_hold_is_refused_by_name(
+    quantization: str, fits: float, too_large: float, tmp_path: Path
+) -> None:
+    for bad in (fits, too_large):
+        path = tmp_path / f"{bad}.gguf"
+        write_model(path, shape(), ["F32"], {"blk.1.ffn_up": spoil(bad)})
+    matrices = [part for _, parts in packed_values(tmp_path / f"{fits}.gguf", quantization) for part in parts]
+    assert all(np.isfinite(matrix.unpack()).all() for matrix in matrices)
+    refused = rf"tensor 'blk\.1\.ffn_up\.weight' holds .*, and {quantization} ends at"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=refused):
+            loaded(tmp_path / f"{too_large}.gguf", kernels="native", quantization=quantization)
+    assert len(list_images()) == 1
+
+
+def packed_values(model: Path, quantization: str) -> list[tuple[str, tuple[Any, ...]]]:
+    ops = loaded(model, kernels="native", quantization=quantization).ops
+    return [(name, w.parts) for name, w in ops._weights.items() if isinstance(w, PackedWeight)]  # type: ignore[attr-defined]

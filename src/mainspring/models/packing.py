@@ -30,6 +30,9 @@ logger = get_logger(__name__)
 PLANE = 64  # bytes: where a matrix may begin
 ROWS = 256  # packed by one call: some hundred microseconds of work; a multiple of a panel
 KEPT_AS_IS = "as the file"
+MOST_HALF = 65504.0  # the largest number in fp16
+# The largest magnitude that each quantization holds. Those of 8 and 4 bits have scales and mins in fp16.
+LARGEST = {"f16": MOST_HALF, "bf16": 3.3895e38, "q8": 127 * MOST_HALF, "q4": MOST_HALF}
 
 Progress = Callable[[int, int], None]  # (bytes packed, of how many)
 
@@ -93,7 +96,7 @@ def pack_weights(
 ) -> str:
     """Give every matrix of `model` to `ops`; says in a word how: the types that they are held in.
 
-    Raises `CheckpointError` naming the tensor that holds NaN or infinity.
+    Raises `CheckpointError` naming the tensor that holds NaN or infinity, or what `quantization` cannot hold.
     """
     placed, num_bytes = place_weights(model, lambda tensor: source.info(tensor).type, quantization)
     image = open_image(path, quantization or KEPT_AS_IS, num_bytes)
@@ -153,7 +156,9 @@ def _pack(
         if quantization is None:
             _pack_raw(place, source, begin, end)
         else:
-            _pack_values(place.matrix, _values(place, source, begin, end), begin)
+            values = source.dequantise_rows(place.tensor, begin, end)
+            _check_magnitudes(place.tensor, values, quantization)
+            _pack_values(place.matrix, values, begin)
         packed: int = place.matrix.num_bytes * (end - begin) // place.part.shape[0]
         return packed
 
@@ -182,8 +187,14 @@ def _pack_raw(place: Placed, source: TensorSource, begin: int, end: int) -> None
     place.matrix.pack(source.raw(place.tensor)[begin * row_bytes : end * row_bytes], begin, end)
 
 
-def _values(place: Placed, source: TensorSource, begin: int, end: int) -> Floats:
-    return source.dequantise_rows(place.tensor, begin, end)
+def _check_magnitudes(tensor: str, values: Floats, quantization: str) -> None:
+    found = max(float(values.max()), -float(values.min()))
+    most = LARGEST[quantization]
+    if found > most:
+        raise CheckpointError(
+            f"tensor {quoted(tensor)} holds {found:.3g}, and {quantization} ends at {most:.3g}; "
+            "use another quantization, or none: or is it a damaged file?"
+        )
 
 
 def _pack_values(matrix: Any, values: Floats, begin: int) -> None:
