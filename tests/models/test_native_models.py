@@ -173,7 +173,7 @@ MODELS = {
     "nine to one": (shape(heads=9, kv_heads=1, head_size=80), ["F16", "Q8_0"]),
     "a vocabulary of one": (shape(vocab=1), ["Q8_0"]),
     "a vocabulary of seven": (shape(vocab=7, layers=1), ["F32"]),
-    "a vocabulary beyond a tile": (shape(vocab=33_000, layers=1), ["Q4_1", "F16"]),
+    "a vocabulary of many tiles": (shape(vocab=3001, layers=1), ["Q4_1", "F16"]),
 }
 
 
