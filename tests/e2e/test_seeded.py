@@ -143,7 +143,11 @@ def make_real(path: Path, cases: Sequence[dict], max_tokens: int) -> Bench:
     settings = SETTINGS | {"kernels": "numpy", "load_format": "auto", "max_model_len": 64 + max_tokens}
     decoder = load_model(resolve(EngineArgs(**settings), facts))
     return make_bench(
-        facts, lambda config, progress: decoder, settings, [case["prompt_ids"] for case in cases], max_tokens
+        facts,
+        lambda config, progress=None: decoder,
+        settings,
+        [case["prompt_ids"] for case in cases],
+        max_tokens,
     )
 
 

@@ -65,16 +65,18 @@ class Worker:
         self._runner: ModelRunner | None = self._make_runner()
 
     def _make_runner(self) -> ModelRunner:
-        with tqdm(
-            desc="packing weights",
-            total=0,
-            unit="B",
-            unit_scale=True,
-            delay=0.5,  # most models are packed before anybody would have looked
-            leave=False,
-            disable=not sys.stderr.isatty(),
-        ) as bar:
-            model = load_model(self._config, _progress(bar))
+        if not sys.stderr.isatty():  # even a bar that is disabled starts a thread
+            model = load_model(self._config)
+        else:
+            with tqdm(
+                desc="packing weights",
+                total=0,
+                unit="B",
+                unit_scale=True,
+                delay=0.5,  # most models are packed before anybody would have looked
+                leave=False,
+            ) as bar:
+                model = load_model(self._config, _progress(bar))
         return ModelRunner(model, self._config.scheduler.max_num_seqs)
 
     @property
