@@ -18,10 +18,10 @@ mkdir -p "$package"
 cp "$root"/native/src/mainspring_native/*.py "$build"/_core*.so "$package"
 
 # The interpreter itself is not instrumented: it loads the runtime first, and what it never frees is no leak here.
-# A pool of threads waits in the kernel, so stacks stay small; an error ends the run.
+# The first error ends the run; pytest leaves standard error alone, or the report would be lost.
 [ $# -gt 0 ] || set -- "$root/tests/kernels/native"
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:detect_stack_use_after_return=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
   PYTHONPATH="$build/python:$root/src" PYTHONMALLOC=malloc \
-  "$python" -m pytest -q -W error -p no:cacheprovider "$@"
+  "$python" -m pytest -q -W error -p no:cacheprovider --capture=sys "$@"
