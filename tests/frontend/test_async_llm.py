@@ -738,7 +738,7 @@ def test_pause_sleep_and_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     async def body():
-        llm, _ = with_core()
+        llm, _ = with_core(executor_args={"step_s": 0.0005})
         async with llm:
             with pytest.raises(RequestError, match="'nonsense' must be one of abort, wait, keep"):
                 await llm.pause_generation("nonsense")
@@ -759,12 +759,12 @@ def test_pause_sleep_and_profile(tmp_path, monkeypatch):
             await llm.resume_generation()
             assert joined(await queued)[2] == "length"
 
-            kept = llm.generate("hello", params(max_tokens=511, ignore_eos=True), "kept")
+            kept = llm.generate("hello", params(max_tokens=100, ignore_eos=True), "kept")
             outputs = [await anext(kept)]
             await llm.pause_generation("keep", clear_cache=True)
             await llm.resume_generation()
             outputs += [output async for output in kept]
-            assert len(joined(outputs)[0]) == 511
+            assert len(joined(outputs)[0]) == 100
             assert outputs[0].finished is False
 
             whole = asyncio.create_task(read(llm, "hello", params(max_tokens=50, ignore_eos=True)))
