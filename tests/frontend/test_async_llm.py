@@ -634,11 +634,12 @@ def test_belongs_to_one_loop():
 
 
 FAKE = "mainspring.testing.fake_executor:make_fake"
+WATCHED = "mainspring.testing.process_executor:ProcessExecutor"
 LIMITS = {"num_gpu_blocks_override": 256, "max_model_len": 512, "max_num_batched_tokens": 256}
 
 
 def fake_config(**given):
-    return resolve(EngineArgs(executor=FAKE, **{**LIMITS, **given}), FACTS)
+    return resolve(EngineArgs(**{"executor": FAKE, **LIMITS, **given}), FACTS)
 
 
 def with_core(executor_args=None, **given) -> tuple[AsyncLLM, CoreProcess]:
@@ -738,7 +739,7 @@ def test_pause_sleep_and_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     async def body():
-        llm, _ = with_core(executor_args={"step_s": 0.0005})
+        llm, _ = with_core(executor_args={"step_s": 0.0005}, executor=WATCHED)
         async with llm:
             with pytest.raises(RequestError, match="'nonsense' must be one of abort, wait, keep"):
                 await llm.pause_generation("nonsense")
