@@ -349,6 +349,27 @@ def test_a_reader_who_comes_late_finds_everything(place: Place):
     read_all(client, journal).assert_whole()
 
 
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_an_async_reader_who_comes_late_finds_everything(place: Place, is_waiting: bool):
+    """Case B166: more messages than are read ahead, while the loop stands still; also where one waits for
+    them, and is woken when the last of those has come."""
+
+    async def use(client: AsyncMPClient) -> None:
+        journal = Journal(*(request(f"r{i}", 200) for i in range(8)))
+        for message in journal.messages.values():
+            await client.add_request(message)
+        reading = asyncio.create_task(client.get_output()) if is_waiting else None
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251  the loop stands still
+        if reading is not None:
+            journal.take(await reading)
+        while not journal.is_complete:
+            journal.take(await client.get_output())
+        journal.assert_whole()
+
+    with_async_client(use, fake_config(settings={"max_num_seqs": 8}))
+
+
 def test_thousands_of_requests_and_aborts_at_once(place: Place):
     """Case B166: none is lost, none hangs, and nothing is left."""
     client = place.client(fake_config(settings={"max_num_seqs": 64, "max_num_batched_tokens": 256}))
