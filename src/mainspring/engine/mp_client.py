@@ -248,6 +248,6 @@ class AsyncMPClient:
     def _end(self) -> None:
         """Nothing is read any more; who waits for news is told of the end."""
         self._watch.cancel()
-        if not self._sockets.outputs.closed:
+        if not self._is_held:  # else the sockets may be being closed
             self._hold()
         self._arrived.set()
