@@ -74,8 +74,10 @@ def test_bias_that_is_not_a_finite_number(value: object):
 )
 def test_counts_are_integers(name: str):
     """Cases B064, B110: neither strings nor fractions nor numbers beyond all bounds are counts."""
-    for value in ("5", 1.5, math.nan, math.inf, [1], -7 if name != "seed" else 2**63):
+    for value in ("5", 1.5, math.nan, math.inf, [1], -7 if name != "seed" else 2**63, 2**64):
         refused(name, value)
+    if name in ("top_k", "stream_interval"):
+        SamplingParams(**{name: 2**63 - 1})
 
 
 def test_none_is_the_default_where_there_is_one():

@@ -339,6 +339,19 @@ def test_a_shutdown_is_told_to_who_waits_for_news(place: Place):
     with_async_client(use, fake_config())
 
 
+def test_two_may_end_a_client_at_once(place: Place):
+    """Case B001: who sees that the core was killed ends the client while its owner does; both return."""
+
+    async def use(client: AsyncMPClient) -> None:
+        client.process.process.kill()
+        with pytest.raises(EngineDeadError):
+            await client.get_output()
+        await asyncio.gather(*(client.shutdown() for _ in range(4)))
+
+    for _ in range(5):
+        with_async_client(use, fake_config())
+
+
 def test_a_reader_who_comes_late_finds_everything(place: Place):
     """Case B166: eight streams of which nothing is read until they would have ended long ago."""
     client = place.client(fake_config(settings={"max_num_seqs": 8}))

@@ -107,6 +107,11 @@ def test_forms_are_made_one():
         ('{"const": "a\\u0000b"}', r"const .*U\+0000"),
         ('{"properties": {"\\u0001": {}}}', r"properties .*U\+0001"),
         ('{"type": "object", "minProperties": 2}', "minProperties"),
+        ('{"multipleOf": 999983}', "multipleOf"),
+        ('{"allOf": [{"multipleOf": 9973}, {"properties": {"a": {"multipleOf": 9967}}}]}', "multipleOf"),
+        (json.dumps({"properties": {f"p{i}": {"multipleOf": 9973} for i in range(6)}}), "multipleOf"),
+        ('{"prefixItems": [{"const": 1}], "additionalItems": false}', "prefixItems and additionalItems"),
+        ('{"prefixItems": [{"const": 1}], "items": [{"const": 2}]}', "prefixItems and a list of items"),
         ('{"$schema": "http://json-schema.org/draft-03/schema#", "type": "object"}', r"\$schema"),
         ('{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
         ('{"properties": {"a": {"x-guidance": {}}}}', "x-guidance"),
@@ -117,6 +122,14 @@ def test_schemas_that_cannot_be_enforced(schema, word):
     """Cases B119, B127, B128, B130: refused by name, never taken and weakened."""
     with pytest.raises(RequestError, match=word):
         verdict(json=schema)
+
+
+@pytest.mark.parametrize("number", [1, 7, 60, 1e6, 4096, 0.01, 2.5, 0.0001, 1e-8, 9973])
+def test_usual_multiples_cost_nothing(number):
+    """Cases B127, B130: what makes them costly are other factors than 2 and 5."""
+    started_s = time.thread_time()
+    assert verdict(json={"type": "number", "multipleOf": number}) == ()
+    assert time.thread_time() - started_s < 1
 
 
 @pytest.mark.parametrize("regex", ["[", "(", "*a", "(?<=a)b", r"\1(a)", r"\bfoo\b", r"[^\s\S]", "a{2,1}"])

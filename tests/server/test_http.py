@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -292,6 +293,42 @@ def test_bodies_have_a_time():
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
         connection.close()
         wait_until(lambda: server.service.num_live == 0)
+        assert server.complete().status == 200
+
+
+def test_heads_have_a_bound_and_a_time():
+    """Case B167: before there is a request, nobody fills the memory or holds a connection for ever."""
+    with scripted(request_timeout=0.3) as server:
+
+        def answer_to(*pieces: bytes) -> bytes:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+                with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
+                    for piece in pieces:
+                        connection.sendall(piece)
+                        time.sleep(0.02)
+                with contextlib.suppress(ConnectionError):
+                    return connection.recv(1000)
+                return b"reset"
+
+        line = b"GET /health HTTP/1.1\r\nhost: a\r\n"
+        assert answer_to(line, b"a: " + b"b" * 30_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+        endless = answer_to(line, *[b"a: " + b"b" * 30_000 + b"\r\n"] * 6)
+        assert endless == b"reset" or endless.startswith(b"HTTP/1.1 431")
+        slow = answer_to(line)
+        assert slow.startswith(b"HTTP/1.1 408")
+        assert json.loads(slow.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
+        assert answer_to() == b""
+        other = answer_to(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        assert json.loads(other.partition(b"\r\n\r\n")[2])["error"]["type"] == "BadRequestError"
+        # many on one connection, each in two pieces: a head's time and size are its own
+        pieces = [b"HEAD /version HTTP/1.1\r\n", b"host: a\r\na: " + b"b" * 9000 + b"\r\n\r\n"] * 12
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+                if b"host" in piece:
+                    assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+                else:
+                    time.sleep(0.03)
         assert server.complete().status == 200
 
 

@@ -25,7 +25,8 @@ MIN_TEMPERATURE = 0.01
 MAX_N = 16_384  # more is a mistake or an attack: every child costs the front end memory (case B100)
 MAX_BAD_WORDS = 128
 MAX_STOP_STRINGS = 128
-MAX_SEED = 2**63 - 1
+MAX_INT = 2**63 - 1  # what the core is sent
+MAX_SEED = MAX_INT
 LEAST_REPETITION_PENALTY = 1e-3  # less turns logits into infinities
 FLAGS = (
     "ignore_eos",
@@ -208,23 +209,23 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
         )
         _number("temperature", self.temperature, 0.0, math.inf)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, None, "0 or -1 for off, or a positive integer")
+        _integer("top_k", self.top_k, 0, MAX_INT, "0 or -1 for off, or a positive integer")
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, None)
+            _integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_INT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it or raise that",
                 "min_tokens",
             )
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, -1, None)
+            _integer("logprobs", self.logprobs, -1, MAX_INT)
         if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, -1, None)
-        _integer("stream_interval", self.stream_interval, 1, None)
+            _integer("prompt_logprobs", self.prompt_logprobs, -1, MAX_INT)
+        _integer("stream_interval", self.stream_interval, 1, MAX_INT)
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, -math.inf, math.inf, param="logit_bias")
         if self.logit_bias:
@@ -264,7 +265,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
             )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _integer(name, token, 0, None, "a list of token ids")
+                _integer(name, token, 0, MAX_INT, "a list of token ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty, which allows nothing; leave it out or name ids",
@@ -335,13 +336,8 @@ def check_encodable(name: str, text: str) -> None:
         ) from None
 
 
-def _integer(name: str, value: object, low: int, high: int | None, expected: str | None = None) -> None:
+def _integer(name: str, value: object, low: int, high: int, expected: str | None = None) -> None:
     if expected is None:
-        expected = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
+        expected = f"an integer of at least {low}" + (f" and at most {high}" if high != MAX_INT else "")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refusal(name, expected, value)

@@ -32,6 +32,7 @@ class _Sockets:
     def __init__(self, process: CoreProcess | JoinedCore, client_index: int = 0) -> None:
         """Raises `EngineDeadError` if that is not possible: the core has ended, and their folder with it."""
         self._context = zmq.Context()
+        self._closing = threading.Lock()
         try:
             self.requests = self._context.socket(zmq.PUSH)
             # A stopped core must not stop us: admission has its own limits.
@@ -47,10 +48,12 @@ class _Sockets:
             raise EngineDeadError(f"the engine core cannot be reached: {error}") from None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """`linger_s`: for requests that have not left yet; none where the core has ended. Idempotent."""
-        self.requests.close(linger=int(linger_s * 1000))
-        self.outputs.close(linger=0)
-        self._context.term()
+        """`linger_s`: for requests that have not left yet; none where the core has ended. Idempotent, also
+        from two threads: who sees the core's death may be closing when the caller's `shutdown` comes."""
+        with self._closing:  # of two that end a context at once, one would wait for ever
+            self.requests.close(linger=int(linger_s * 1000))
+            self.outputs.close(linger=0)
+            self._context.term()
 
 
 class SyncMPClient(EngineCoreClient):

@@ -9,6 +9,9 @@ Found by running the JSON Schema test suite and many thousands of random texts a
 4. Draft 3 has keywords that later ones do not know, and would pass over. Up to draft 7 `contentEncoding` and
    `contentMediaType` may be asserted.
 5. Characters that JSON can only spell as \\uXXXX cannot be said (see `translate.json_options`).
+6. What `multipleOf` costs grows with its number, without the factors 2 and 5, and where several of them meet,
+   with their least common multiple; none of the library's limits counts that.
+7. `additionalItems`, or a list as `items`, make `prefixItems` be passed over: they are of different drafts.
 
 A schema may refer to any place in itself, so every mapping is looked at, whatever stands above it; only what
 is data (`const`, `enum` and the like) is left alone.
@@ -16,7 +19,9 @@ is data (`const`, `enum` and the like) is left alone.
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from mainspring.grammar.words import GrammarError, shown
@@ -31,6 +36,9 @@ _DATE = (
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_CLOCK})"  # without leap seconds
 EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+
+MAX_MULTIPLE = 10_000  # of all of them, see 6
+MAX_MULTIPLES = 50_000  # their sum: some 0.5 s
 
 _DATA_KEYS = {"const", "enum", "default", "examples", "example"}
 _NAME_KEYS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
@@ -50,7 +58,10 @@ def prepare_schema(name: str, schema: Any, *, closed: bool = False) -> dict[str,
     if not isinstance(schema, dict):
         raise GrammarError(f"{name} must be a JSON schema, which is an object; got {shown(schema)}")
     try:
-        return _Preparation(name, closed, str(schema.get("$schema", ""))).schema(schema)
+        preparation = _Preparation(name, closed, str(schema.get("$schema", "")))
+        prepared = preparation.schema(schema)
+        preparation.judge_multiples()
+        return prepared
     except RecursionError:
         raise GrammarError(f"{name} is nested too deeply") from None
 
@@ -59,6 +70,7 @@ class _Preparation:
     def __init__(self, name: str, closed: bool, draft: str) -> None:
         self._name = name
         self._closed = closed
+        self._multiples: list[int] = []
         self._asserts_content = _ASSERTING_DRAFTS.search(draft) is not None
         if _OLD_DRAFTS.search(draft):
             raise GrammarError(f"{name} has $schema {draft}, which is too old; write it for draft 4 or later")
@@ -81,6 +93,14 @@ class _Preparation:
             copy["additionalProperties"] = False
         return copy
 
+    def judge_multiples(self) -> None:
+        """Of all places together: any two of them may meet, by `allOf` or `$ref`."""
+        if math.lcm(*self._multiples) > MAX_MULTIPLE or sum(self._multiples) > MAX_MULTIPLES:
+            raise GrammarError(
+                f"{self._name}: multipleOf is too complex: without the factors 2 and 5, the least common "
+                f"multiple of all of them may be {MAX_MULTIPLE}, and their sum {MAX_MULTIPLES}"
+            )
+
     def _value(self, key: str, value: Any) -> Any:
         if key in _DATA_KEYS:
             if key in ("const", "enum"):
@@ -98,6 +118,9 @@ class _Preparation:
         return value
 
     def _judge(self, node: dict[str, Any]) -> None:
+        multiple = node.get("multipleOf")
+        if isinstance(multiple, int | float) and multiple > 0 and math.isfinite(multiple):
+            self._multiples.append(_without_2_and_5(multiple))
         least, required = node.get("minProperties"), node.get("required", [])
         num_required = len(set(map(str, required))) if isinstance(required, list) else 0
         has_free_names = node.get("additionalProperties") is not False or "patternProperties" in node
@@ -105,6 +128,12 @@ class _Preparation:
             raise GrammarError(
                 f"{self._name}: minProperties {shown(least)} cannot be counted where names are free: set "
                 "additionalProperties to false, or list more names in required"
+            )
+        is_old = "additionalItems" in node and "items" not in node
+        if "prefixItems" in node and (is_old or isinstance(node.get("items"), list)):
+            raise GrammarError(
+                f"{self._name}: prefixItems and {'additionalItems' if is_old else 'a list of items'} are of "
+                "different drafts: give prefixItems, and items for those that follow"
             )
         for key in ("contentEncoding", "contentMediaType"):
             if self._asserts_content and isinstance(node.get(key), str):
@@ -124,6 +153,18 @@ class _Preparation:
             case dict():
                 self._judge_speakable(key, list(value))
                 self._judge_speakable(key, list(value.values()))
+
+
+def _without_2_and_5(number: float) -> int:
+    """Of a number above 0, as it is written in decimals; where the point stands does not matter."""
+    if isinstance(number, int):
+        digits = number
+    else:
+        digits = int("".join(map(str, Decimal(str(number)).as_tuple().digits)))
+    for factor in (2, 5):
+        while digits % factor == 0:
+            digits //= factor
+    return digits
 
 
 def ecma_pattern(pattern: str) -> str:

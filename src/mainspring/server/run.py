@@ -27,6 +27,7 @@ from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.frontend.tracing import Tracer
 from mainspring.server.app import make_app
+from mainspring.server.connection import connection_class
 from mainspring.server.http import cancelled
 from mainspring.server.service import Service
 from mainspring.server.settings import DEFAULT_HOST, ServerSettings
@@ -90,6 +91,7 @@ def make_server(service: Service) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             make_app(service),
+            http=connection_class(settings.request_timeout),
             lifespan="off",
             log_config=None,
             access_log=False,

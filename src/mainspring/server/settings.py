@@ -87,7 +87,8 @@ class ServerSettings:
     # limits
     max_request_bytes: int = field(default=MAX_REQUEST_BYTES, metadata={"help": "largest body of a request"})
     request_timeout: float = field(
-        default=60.0, metadata={"help": "seconds in which a request's body must have come"}
+        default=60.0,
+        metadata={"help": "seconds in which a request's headers, and then its body, must have come"},
     )
     health_timeout: float = field(
         default=60.0, metadata={"help": "seconds without an answer after which the engine is unhealthy"}
