@@ -29,7 +29,8 @@ SRC = Path(__file__).parents[2] / "src"
 
 def given(*argv: str):
     """What the command would serve with."""
-    namespace = serve._parser(argv).read([*serve._from_file(argv), *argv])
+    parser = serve._parser(argv)
+    namespace = parser.read([*serve._from_file(argv, parser), *argv])
     return (
         EngineArgs.from_mapping(serve._engine_arguments(namespace)),
         serve.server_settings(namespace),
@@ -149,6 +150,11 @@ def test_the_file(tmp_path):
         ("a: [", "is not YAML"),
         ("1: 2", "must have lines such as"),
         ("port: x", "expected a whole number"),
+        ("port: [1, 2]", r"server.yaml: port takes one value, got \[1, 2\]"),
+        ("host: true", "host takes one value, got True"),
+        ("enable_prefix_caching: maybe", "enable_prefix_caching must be true or false, got 'maybe'"),
+        ("config: other.yaml", "config has no place in a file"),
+        ("help: true", "help has no place in a file"),
     ],
 )
 def test_files_that_are_refused(tmp_path, text, line):

@@ -64,6 +64,10 @@ class Parser(argparse.ArgumentParser):
             self.error(self.explain_stranger(unknown[0]))
         return given
 
+    def flag(self, word: str) -> argparse.Action | None:
+        """What stands behind `--word`, if it is a flag."""
+        return self._option_string_actions.get(word)
+
     def explain_stranger(self, word: str) -> str:
         """What to say of a word that is no flag here."""
         if not word.startswith("-"):

@@ -82,7 +82,8 @@ class _ServeParser(Parser):
 
 
 def run(argv: list[str]) -> int:
-    given = _parser(argv).read([*_from_file(argv), *argv])
+    parser = _parser(argv)
+    given = parser.read([*_from_file(argv, parser), *argv])
     if missing := [name for module, name in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"mainspring serve needs more packages: pip install {' '.join(missing)}")
     settings = server_settings(given)
@@ -272,8 +273,8 @@ def _engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-def _from_file(argv: Sequence[str]) -> list[str]:
-    """The file's flags as words, without those that the command line has too."""
+def _from_file(argv: Sequence[str], parser: Parser) -> list[str]:
+    """The file's flags as words, without those that the command line has too. Raises `ConfigError`."""
     words = one_spelling(argv)
     at = next((i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")), None)
     if at is None:
@@ -284,12 +285,30 @@ def _from_file(argv: Sequence[str]) -> list[str]:
             raise ConfigError("--config needs a file")
         path = words[at + 1]
     typed = {_bare(word) for word in words if word.startswith("--")}
+    found = _read(path)
+    for name, value in found.items():
+        if (wrong := _judged(name, value, parser)) is not None:
+            raise ConfigError(f"--config {path}: {name} {wrong}")
     return [
         word
-        for name, value in _read(path).items()
+        for name, value in found.items()
         if _bare(f"--{name}") not in typed
         for word in _words(name, value)
     ]
+
+
+def _judged(name: str, value: Any, parser: Parser) -> str | None:
+    """What is wrong with a line's value, where the words made of it would be misread."""
+    if name in ("config", "help"):
+        return "has no place in a file"
+    action = parser.flag("--" + name.replace("_", "-"))
+    if action is None or value is None:
+        return None  # a stranger is told as one
+    if action.nargs == 0 and not isinstance(value, bool):
+        return f"must be true or false, got {value!r}"
+    if action.nargs is None and isinstance(value, list | bool):
+        return f"takes one value, got {value!r}"
+    return None
 
 
 def _read(path: str) -> Mapping[str, Any]:
