@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from process_tools import (
     DEATH_BOUND_S,
@@ -29,7 +31,7 @@ from process_tools import (
     wait_until,
 )
 
-from mainspring.base.config import EngineArgs
+from mainspring.base.config import EngineArgs, EngineConfig
 from mainspring.base.errors import ConfigError, EngineDeadError
 from mainspring.base.messages import GetStats
 from mainspring.engine.launch import CoreProcess
@@ -156,6 +158,24 @@ def test_ctrl_c_while_a_core_that_is_stopped_loads(short_folder: Path, start: st
     assert not list(short_folder.glob("mainspring-*"))
     pid = int((short_folder / "mark").read_text())
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_start_is_given_up_while_the_core_reads_nothing(place: Place):
+    """Case B007: what it is told is more than a pipe holds, and a core that is stopped takes nothing out."""
+    given_up, stopped = threading.Event(), []
+
+    def config() -> EngineConfig:
+        """Asked for once the core has said HELLO."""
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        stopped.extend(map(int, children))
+        os.kill(stopped[-1], signal.SIGSTOP)
+        threading.Timer(0.2, given_up.set).start()
+        return msgspec.structs.replace(fake_config(), executor_args={"never_read": "x" * (1 << 20)})
+
+    launching = in_thread(lambda: CoreProcess(config, given_up=given_up))
+    with pytest.raises(EngineDeadError, match="given up"):
+        launching.result(PATIENCE_S)
+    assert not Path(f"/proc/{stopped[-1]}").exists()
 
 
 def test_a_core_that_is_told_to_end_while_it_loads_does_so_at_once(place: Place):

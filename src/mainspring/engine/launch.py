@@ -142,12 +142,8 @@ class CoreProcess:
             raise ConfigError(
                 f"a path is not UTF-8 text ({error}): rename it, or set in_process=True"
             ) from None
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(len(body).to_bytes(4, "little") + body)
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; what follows says how
+        with contextlib.suppress(BrokenPipeError):  # it has ended; what follows says how
+            self._write(len(body).to_bytes(4, "little") + body, deadline_s)
         match self._hear(handshake, deadline_s):
             case Ready() as ready:
                 return ready
@@ -173,16 +169,28 @@ class CoreProcess:
         message: _Message = msgspec.msgpack.decode(self._read(handshake, size, deadline_s), type=_Message)
         return message
 
+    def _wait(self, file: int, event: int, deadline_s: float) -> None:
+        while not _is_ready(file, event, LOOK_S):
+            if time.monotonic() > deadline_s:
+                raise EngineDeadError(
+                    f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
+                )
+            if self._given_up is not None and self._given_up.is_set():
+                raise EngineDeadError("the start of the engine core was given up")
+
+    def _write(self, data: bytes, deadline_s: float) -> None:
+        """More than a pipe holds, and a core that is stopped reads nothing."""
+        assert self.process.stdin is not None
+        file, rest = self.process.stdin.fileno(), memoryview(data)
+        os.set_blocking(file, False)
+        while rest:
+            self._wait(file, select.POLLOUT, deadline_s)
+            rest = rest[os.write(file, rest) :]
+
     def _read(self, handshake: int, size: int, deadline_s: float) -> bytes:
         data = b""
         while len(data) < size:
-            while not _is_readable(handshake, LOOK_S):
-                if time.monotonic() > deadline_s:
-                    raise EngineDeadError(
-                        f"the engine core (pid {self.pid}) was not ready within {READY_TIMEOUT_S:.0f} s"
-                    )
-                if self._given_up is not None and self._given_up.is_set():
-                    raise EngineDeadError("the start of the engine core was given up")
+            self._wait(handshake, select.POLLIN, deadline_s)
             piece = os.read(handshake, size - len(data))
             if not piece:
                 self.process.wait()
@@ -210,7 +218,7 @@ class JoinedCore:
         """None while it runs. Its status is known only to who started it."""
         if not self._has_ended:
             if self._handle is not None:
-                self._has_ended = _is_readable(self._handle, 0.0)
+                self._has_ended = _is_ready(self._handle, select.POLLIN, 0.0)
             else:
                 self._has_ended = not _exists(self.pid)
         return f"the engine core's process (pid {self.pid}) has ended" if self._has_ended else None
@@ -222,9 +230,10 @@ class JoinedCore:
             self._handle = None
 
 
-def _is_readable(file: int, wait_s: float) -> bool:
+def _is_ready(file: int, event: int, wait_s: float) -> bool:
+    """`event`: `select.POLLIN` or `POLLOUT`; a broken pipe is ready too."""
     poller = select.poll()  # `select.select` takes no descriptor above 1023
-    poller.register(file, select.POLLIN)
+    poller.register(file, event)
     return bool(poller.poll(wait_s * 1000))
 
 
