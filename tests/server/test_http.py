@@ -539,8 +539,14 @@ def test_a_unix_socket(tmp_path):
 
 
 def test_a_root_path():
-    """Behind a proxy that shows the server under a path, which it takes away."""
+    """Behind a proxy that shows the server under a path, which it takes away or leaves there."""
     with scripted(root_path="/llm", api_key=["k"]) as server:
         assert server.get("/health").status == 200
         assert server.get("/v1/models").status == 401
         assert server.get("/v1/models", x_api_key="k").status == 200
+        assert server.get("/llm/v1/models").status == 401
+        assert server.get("/llm/v1/models", x_api_key="k").status == 200
+        assert server.get("/llm/health").status == 200
+        for path in ("/llm/llm/v1/models", "/llmv1/models", "/llm"):
+            assert server.get(path).status == 401
+            assert server.get(path, x_api_key="k").status == 404

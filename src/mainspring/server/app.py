@@ -132,7 +132,10 @@ class _Passage:
 
     def __init__(self, scope: Any, receive: Any, send: Any) -> None:
         self.scope = scope
-        self.path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        root = scope.get("root_path", "")  # the web server puts it before the path
+        self.path: str = scope["path"].removeprefix(root)
+        if root and self.path.startswith(root + "/"):  # a proxy that left it there, or none
+            self.path = self.path.removeprefix(root)
         self.headers = Headers(scope=scope)
         self.entry: Entry | None = None
         given = self.headers.get("x-request-id", "")
