@@ -233,6 +233,7 @@ nb::list measured_ceilings(const std::string& variant, int num_threads) {
 
 void bind_linear(nb::module_& m) {
   using namespace nb::literals;
+  m.attr("LAYOUT_VERSION") = kLayoutVersion;
   nb::class_<PackedMatrix>(m, "Matrix")
       .def(nb::init<const std::string&, int64_t, int64_t>(), "source_type"_a, "rows"_a, "columns"_a)
       .def_prop_ro("form", &PackedMatrix::form_name)

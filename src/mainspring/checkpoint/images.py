@@ -2,9 +2,8 @@
 
 Theory of operation.
 - An image is one file: a page that says of what it is made, then the bytes. Its name is a digest of the model
-  file's identity (device, inode, size, times of last change), of how it is packed, and of the layout's
-  version. Whatever changes a file's content changes its ctime; hashing the content would cost more than
-  packing it.
+  file's identity (device, inode, size, times of last change) and of how it is packed. Whatever changes a
+  file's content changes its ctime; hashing the content would cost more than packing it.
 - Small images are read into memory of this process, which comes in huge pages: a token of one stream then
   takes a fifth less time than from a map of the file, whose pages are small. Large ones are mapped, for
   reading them would take longer than a start should.
@@ -42,7 +41,6 @@ from mainspring.checkpoint.catalog import default_cache_dir
 
 logger = get_logger(__name__)
 
-LAYOUT_VERSION = 1  # of the native kernels' packed matrices
 SUFFIX = ".packed"
 PART_SUFFIX = ".part"
 HEADER_BYTES = 4096
@@ -180,7 +178,7 @@ def private_memory(num_bytes: int) -> Bytes:
 def _digest(model: str | os.PathLike[str], packing: str, num_bytes: int) -> str:
     status = os.stat(model)
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    text = json.dumps([LAYOUT_VERSION, identity, packing, num_bytes])
+    text = json.dumps([identity, packing, num_bytes])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -40,26 +40,41 @@ QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
+API_VERSION = 1  # of the library (native/csrc/module.cpp)
 
 
 @cache
 def library() -> ModuleType | None:
-    """`mainspring_native`, or None where it is not installed or this processor cannot run any of it."""
-    try:
-        import mainspring_native
-    except ImportError as error:
-        logger.debug("no native kernels: %s", error)
-        return None
-    return mainspring_native if mainspring_native.runnable_variants() else None
+    """`mainspring_native`; None where it is not there, of another version, or of no use to this processor."""
+    found = _found()
+    if isinstance(found, ModuleType):
+        return found
+    logger.debug("no native kernels: %s", found)
+    return None
 
 
 def why_not() -> str:
     """Why there are no native kernels here, and what to do."""
+    found = _found()
+    assert isinstance(found, str), "there are native kernels"
+    return found
+
+
+def _found() -> ModuleType | str:
     try:
-        import mainspring_native  # noqa: F401
+        import mainspring_native
     except ImportError as error:
         return f"mainspring-native is not installed ({error}); pip install 'mainspring[native]'"
-    return "this processor has none of the instruction sets that mainspring-native is compiled for"
+    version = getattr(mainspring_native, "API_VERSION", 0)
+    if version != API_VERSION:
+        return (
+            f"mainspring-native is of another version (its API is {version}, expected {API_VERSION}); "
+            "pip install --upgrade 'mainspring[native]'"
+        )
+    if not mainspring_native.runnable_variants():
+        return "this processor has none of the instruction sets that mainspring-native is compiled for"
+    found: ModuleType = mainspring_native
+    return found
 
 
 @dataclass(frozen=True)

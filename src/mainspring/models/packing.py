@@ -99,7 +99,7 @@ def pack_weights(
     Raises `CheckpointError` naming the tensor that holds NaN or infinity, or what `quantization` cannot hold.
     """
     placed, num_bytes = place_weights(model, lambda tensor: source.info(tensor).type, quantization)
-    image = open_image(path, quantization or KEPT_AS_IS, num_bytes)
+    image = open_image(path, _packing(quantization), num_bytes)
     _bind(placed, image)
     if not image.is_filled:
         try:
@@ -123,6 +123,13 @@ def pack_random(spec: ModelSpec, ops: NativeOps, quantization: str | None, seed:
         _pack_values(place.matrix, values, 0)
     _hand_over(placed, ops)
     return _forms(placed)
+
+
+def _packing(quantization: str | None) -> str:
+    """All that the packed bytes depend on, beside the file: what is asked for, and which library packs."""
+    native = library()
+    assert native is not None
+    return f"{quantization or KEPT_AS_IS}, layout {native.LAYOUT_VERSION}"
 
 
 def _forms(placed: list[Placed]) -> str:
