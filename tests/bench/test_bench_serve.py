@@ -252,9 +252,12 @@ def test_a_server_that_refuses_the_warm_up(server):
         run(small(server, num_warmups=3))
 
 
-def test_no_server():
+def test_no_server(capsys):
+    """It is waited for, not silently."""
     with pytest.raises(EngineError, match=r"is not ready: .*(refused|failed)"):
         run(LoadArgs(base_url="http://127.0.0.1:9", ready_check_timeout_sec=0.01))
+    told = "waiting for http://127.0.0.1:9, at most 0.01 s: "
+    assert capsys.readouterr().err.count(told) == 1
 
 
 def test_arrivals_are_not_delayed_by_answers(server):

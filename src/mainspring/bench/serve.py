@@ -20,6 +20,7 @@ import json
 import math
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,7 @@ async def measure(
 async def _wait_until_ready(args: LoadArgs, client: HttpClient) -> str:
     """The name of the model, once the server lists its models."""
     deadline_s = time.monotonic() + args.ready_check_timeout_sec
+    was_told = False
     while True:
         try:
             status, body = await client.fetch("GET", "/v1/models")
@@ -172,6 +174,10 @@ async def _wait_until_ready(args: LoadArgs, client: HttpClient) -> str:
             break
         if time.monotonic() > deadline_s:
             break
+        if not was_told:
+            was_told = True
+            patience = f"{args.ready_check_timeout_sec:g} s"
+            print(f"waiting for {args.base_url}, at most {patience}: {problem}", file=sys.stderr)
         await asyncio.sleep(READY_POLL_S)
     raise EngineError(f"the server at {args.base_url} is not ready: {problem}")
 
