@@ -13,7 +13,7 @@ from test_clients import environment
 from test_serve_command import program
 
 ROOT = Path(__file__).parents[2]
-ANSWER = "The capital of France is Paris."
+ANSWER = "The capital of Germany is Berlin."
 
 
 def blocks() -> tuple[str, str, str]:

@@ -280,9 +280,9 @@ def test_a_server_from_beginning_to_end(smollm2):
         server.wait_until_ready()
         children = server.children()
         assert children
-        question = [{"role": "user", "content": "What is the capital of France?"}]
+        question = [{"role": "user", "content": "What is the capital of Germany?"}]
         body = server.chat(question, temperature=0, max_tokens=8, model="smol").json
-        assert body["choices"][0]["message"]["content"] == "The capital of France is Paris."
+        assert body["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
         server.process.send_signal(signal.SIGTERM)
         status, said = server.end()
         assert (status, said.splitlines()[-1]) == (0, "ended")

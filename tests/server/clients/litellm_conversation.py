@@ -8,8 +8,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
 
 BASE_URL, KEY = sys.argv[1:]
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-ANSWER = "The capital of France is Paris."
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
+ANSWER = "The capital of Germany is Berlin."
 given = {"api_base": BASE_URL, "api_key": KEY, "temperature": 0, "max_tokens": 8, "num_retries": 0}
 
 for provider in ("hosted_vllm", "openai"):

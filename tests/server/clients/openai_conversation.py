@@ -8,9 +8,9 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 BASE_URL, KEY = sys.argv[1:]
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 GREEDY = {"temperature": 0, "max_tokens": 8}
-ANSWER = "The capital of France is Paris."
+ANSWER = "The capital of Germany is Berlin."
 
 
 class City(BaseModel):
@@ -55,16 +55,16 @@ def structured(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=model,
         messages=QUESTION,
-        extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}},
+        extra_body={"structured_outputs": {"choice": ["Rome", "Berlin"]}},
         **GREEDY,
     )
-    assert answer.choices[0].message.content == "Paris"
+    assert answer.choices[0].message.content == "Berlin"
 
 
 def completions(client: OpenAI) -> None:
     model = client.models.list().data[0].id
     done = client.completions.create(model=model, prompt="The capital of France is", **GREEDY)
-    assert done.choices[0].text == " Paris.\n\nThe answer is:"
+    assert done.choices[0].text.startswith(" Paris.")
     scored = client.completions.create(
         model=model, prompt=[504, 3575, 282, 4649, 314], echo=True, logprobs=1, max_tokens=0
     )
