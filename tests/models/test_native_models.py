@@ -8,7 +8,9 @@ differs; int8 ones round each value to a 127th of the largest of 32.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +236,21 @@ def test_shapes_without_a_native_form_run_in_numpy(
     assert loaded(model).ops.name == "numpy"
     with pytest.raises(ConfigError, match=f"kernels native: {expected}"):
         loaded(model, kernels="native")
+
+
+def test_a_model_goes_with_its_last_reference(tmp_path: Path) -> None:
+    """Sleeping gives the weights' memory back at once, also where the garbage collector passes them over."""
+    decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["Q4_1"]), kernels="native")
+    logits_of(decoder, CUTS[1])
+    assert decoder.greedy is not None
+    decoder.greedy(np.zeros((1, 64), np.float32))
+    parts = [weakref.ref(decoder), weakref.ref(decoder.ops)]
+    gc.disable()
+    try:
+        del decoder
+        assert [part() for part in parts] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("quantization", ["q8", "q4"])

@@ -119,7 +119,7 @@ class NativeOps:
         self._weights: dict[str, Weight] = {}
         self._storages: dict[Storage, int] = {}
         self._ropes: dict[str, int] = {}
-        self._programs: dict[tuple[str, Walk], _Loaded] = {}
+        self._programs: dict[tuple[str, object], _Loaded] = {}  # by kind and `_function`
         self._group_of_layer: dict[int, int] = {}
         self._last: dict[str, int] = {}  # buffer -> where its last value is
         logger.info(
@@ -175,7 +175,7 @@ class NativeOps:
 
     def run(self, batch: Batch, walk: Walk) -> None:
         contract.check_batch(batch, self._recorder.num_groups)
-        loaded = self._programs.get(("batch", walk)) or self._load("batch", walk, None)
+        loaded = self._programs.get(("batch", _function(walk))) or self._load("batch", walk, None)
         self._last = loaded.last
         loaded.program.run_batch(
             batch.token_ids,
@@ -188,7 +188,7 @@ class NativeOps:
 
     def run_rows(self, buffer: str, rows: Floats, walk: Walk) -> None:
         assert rows.shape[1] == self._recorder.widths[buffer]
-        loaded = self._programs.get(("rows", walk)) or self._load("rows", walk, buffer)
+        loaded = self._programs.get(("rows", _function(walk))) or self._load("rows", walk, buffer)
         self._last = loaded.last
         loaded.program.run_rows(loaded.given, np.ascontiguousarray(rows))
 
@@ -201,7 +201,7 @@ class NativeOps:
         larger than anything. masks: per row the words of a bit mask of allowed outputs, or None; or empty.
         Outputs that no row may take are not computed.
         """
-        loaded = self._programs.get(("largest", walk)) or self._load("largest", walk, buffer)
+        loaded = self._programs.get(("largest", _function(walk))) or self._load("largest", walk, buffer)
         num_words = -(-loaded.num_columns // 32)
         ids, values = loaded.program.run_argmax(
             loaded.given,
@@ -232,7 +232,7 @@ class NativeOps:
         else:
             # the buffer that the walk writes last is what will be read
             recorded = record(calls, weights, given=given, kept=_last_written(calls))
-        loaded = self._programs[kind, walk] = self._build(recorded, given)
+        loaded = self._programs[kind, _function(walk)] = self._build(recorded, given)
         return loaded
 
     def _build(self, recorded: Recorded, given: str | None) -> _Loaded:
@@ -367,6 +367,12 @@ class _Loaded(NamedTuple):
     last: dict[str, int]
     given: int  # where rows from outside go; -1: none
     num_columns: int  # of an argmax
+
+
+def _function(walk: Walk) -> object:
+    """A walk without the model whose method it is: that holds this backend, and in a cycle neither would go,
+    nor its memory, before the garbage collector found them."""
+    return getattr(walk, "__func__", walk)
 
 
 def _words(mask: Ints, num_words: int) -> Ints:
