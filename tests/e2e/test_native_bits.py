@@ -8,7 +8,7 @@ step go different ways; the one that is watched is compared with itself alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mainspring import LLM, SamplingParams, StructuredOutputsParams
+from mainspring.base.messages import SchedulerOutput
 from mainspring.engine.client import InprocClient
 from mainspring.kernels.native import library, why_not
 from mainspring.worker.model_runner import ModelRunner
@@ -32,17 +33,22 @@ NUM_TOKENS = 8
 Bits = dict[int, bytes]  # by position: the logits of the watched request's next token
 
 
+ALL_KINDS = frozenset({"greedy in the head", "penalties", "logprobs", "a grammar's mask", "random"})
+
+
 class Watch:
     """A model whose logits are noted: for every row of a step, which request's they are."""
 
     def __init__(self, runner: ModelRunner, prompt: list[int]) -> None:
         self._runner, self._prompt = runner, prompt
         self.bits: Bits = {}
+        self.company: list[set[str]] = []  # of each step that has the watched request: the kinds of its rows
         sample = runner.sample_tokens
 
         def noting(mask: Any) -> Any:
             parked = runner._parked
             assert parked is not None
+            bits_before = len(self.bits)
             for row, slot in enumerate(np.array(parked.plan.slots)[parked.plan.sampling_rows].tolist()):
                 tokens = runner.batch.at(slot).sampling.token_ids
                 if tokens[: len(prompt)] == prompt:
@@ -50,9 +56,26 @@ class Watch:
                     together = runner.model.logits(parked.hidden)[row].tobytes()
                     assert by_itself == together, "the head depends on the rows beside"
                     assert self.bits.setdefault(len(tokens), together) == together
+            if len(self.bits) > bits_before:
+                self.company.append(self._kinds(parked.plan, [] if mask is None else mask.rows))
             return sample(mask)
 
         runner.sample_tokens = noting  # type: ignore[method-assign]
+
+    def _kinds(self, plan: SchedulerOutput, masked: Sequence[int]) -> set[str]:
+        batch, kinds = self._runner.batch, set()
+        for row in plan.sampling_rows:
+            slot = plan.slots[row]
+            state = batch.at(slot).sampling
+            found = {
+                "greedy in the head": batch.num_tokens[slot] >= batch.greedy_from[slot],
+                "penalties": state.counts is not None,
+                "logprobs": state.num_logprobs is not None,
+                "a grammar's mask": row in masked,
+                "random": state.temperature > 0,
+            }
+            kinds |= {kind for kind, is_so in found.items() if is_so}
+        return kinds
 
 
 @contextmanager
@@ -111,6 +134,9 @@ def in_company(model: Path, number: int, **settings: Any) -> Bits:
     prompts, params = company(number)
     with watching(model, **settings) as (llm, watch):
         llm.generate([*prompts, {"prompt_token_ids": WATCHED}], [*params, greedy()], use_tqdm=False)
+        if number >= 16:
+            together = sum(kinds == ALL_KINDS for kinds in watch.company)
+            assert together >= NUM_TOKENS // 2, "the batches were meant to be mixed"
         return watch.bits
 
 
