@@ -7,7 +7,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "cpu.h"
@@ -59,8 +58,9 @@ void release_kv(Machine& machine) { machine.allocate_kv({}, {}); }
 Rows buffer_rows(Machine& machine, int id) {
   Buffer& buffer = machine.buffer(id);
   if (!buffer.rows) throw std::invalid_argument("this buffer holds no floats");
-  return Rows(buffer.rows, {static_cast<size_t>(machine.num_rows), static_cast<size_t>(buffer.width)},
-              nb::find(&machine));
+  nb::capsule owner(new std::shared_ptr<Memory>(buffer.memory),
+                    [](void* p) noexcept { delete static_cast<std::shared_ptr<Memory>*>(p); });
+  return Rows(buffer.rows, {static_cast<size_t>(machine.num_rows), static_cast<size_t>(buffer.width)}, owner);
 }
 
 void run_batch(Program& program, const Vector32& token_ids, const Vector32& positions, const Vector32& starts,
@@ -140,17 +140,7 @@ void linear(Program& program, int out, int x, const std::vector<std::tuple<Packe
 
 int attention_plan(Machine& machine, int group, int num_heads, int num_kv_heads, int head_size, float scale,
                    int window, float soft_cap, bool causal) {
-  AttentionKey key;
-  std::memset(&key, 0, sizeof key);  // keys are compared by their bytes
-  key.group = group;
-  key.shape.num_heads = num_heads;
-  key.shape.num_kv_heads = num_kv_heads;
-  key.shape.head_size = head_size;
-  key.shape.scale = scale;
-  key.shape.window = window;
-  key.shape.soft_cap = soft_cap;
-  key.shape.causal = causal;
-  return machine.attention_plan(key);
+  return machine.attention_plan({group, {num_heads, num_kv_heads, head_size, scale, window, soft_cap, causal}});
 }
 
 }  // namespace

@@ -62,13 +62,13 @@ void Machine::want(int id, bool rows, bool encoded) {
 
 void Machine::reserve(int rows) {
   for (Buffer& buffer : buffers_) {
-    if (rows <= buffer.capacity) continue;  // it may be read while another is made: Python holds views
+    if (rows <= buffer.capacity) continue;
     buffer.capacity = rows;
     const size_t codes = (static_cast<size_t>(rows) * buffer.width + 63) / 64 * 64;
     const size_t blocks = static_cast<size_t>(rows) * (buffer.width / kBlock);
     const size_t float_bytes = buffer.wants_rows ? 4 * codes : 0;
     const size_t encoded_bytes = buffer.wants_encoded ? (int16 ? 2 : 1) * codes + (4 + 4 * kBlock / kGroup) * blocks : 0;
-    buffer.memory = std::make_unique<Memory>(float_bytes + encoded_bytes);
+    buffer.memory = std::make_shared<Memory>(float_bytes + encoded_bytes);
     uint8_t* at = buffer.memory->data();
     buffer.rows = buffer.wants_rows ? reinterpret_cast<float*>(at) : nullptr;
     at += float_bytes;
@@ -89,10 +89,8 @@ int Machine::add_rope(std::vector<double> frequencies) {
 }
 
 int Machine::attention_plan(const AttentionKey& key) {
-  for (size_t i = 0; i < plans.size(); ++i) {
-    const AttentionKey& other = plans[i].key;
-    if (other.group == key.group && !std::memcmp(&other.shape, &key.shape, sizeof key.shape)) return static_cast<int>(i);
-  }
+  for (size_t i = 0; i < plans.size(); ++i)
+    if (plans[i].key == key) return static_cast<int>(i);
   plans.push_back({key, nullptr});
   return static_cast<int>(plans.size()) - 1;
 }

@@ -46,12 +46,18 @@ struct Buffer {
   Encoded encoded{};      // `high` is null if only floats
   bool wants_rows = false;
   bool wants_encoded = false;
-  std::unique_ptr<Memory> memory;
+  std::shared_ptr<Memory> memory;  // shared with views of it
 };
 
 struct AttentionKey {  // layers with equal ones share a plan
   int group;
   AttentionShape shape;
+  bool operator==(const AttentionKey& other) const {
+    const AttentionShape &a = shape, &b = other.shape;
+    return group == other.group && a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads &&
+           a.head_size == b.head_size && a.scale == b.scale && a.window == b.window && a.soft_cap == b.soft_cap &&
+           a.causal == b.causal;
+  }
 };
 
 class Machine {
@@ -62,7 +68,7 @@ class Machine {
   int add_buffer(int width);
   void want(int buffer, bool rows, bool encoded);
   Buffer& buffer(int id) { return buffers_[id]; }
-  void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held
+  void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held, views keep theirs
 
   int add_rope(std::vector<double> frequencies);
   int attention_plan(const AttentionKey&);  // its number

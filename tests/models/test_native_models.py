@@ -238,6 +238,29 @@ def test_shapes_without_a_native_form_run_in_numpy(
         loaded(model, kernels="native")
 
 
+def test_a_view_of_hidden_states_outlives_growing_buffers(tmp_path: Path) -> None:
+    """More rows than ever before need other memory; whoever still reads the old one must not read nothing."""
+    decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["F16"]), kernels="native")
+    hidden = decoder.forward(Pages(decoder.vocab_size).batch([5, 0, 0, 0]))
+    before = hidden.copy()
+    assert decoder.greedy is not None
+    decoder.greedy(np.zeros((3000, 64), np.float32))
+    decoder.logits(np.zeros((5000, 64), np.float32))
+    np.testing.assert_array_equal(hidden, before)
+    del decoder
+    np.testing.assert_array_equal(hidden, before)
+
+
+@pytest.mark.parametrize("kernels", ["native", "numpy"])
+def test_no_rows_at_all(kernels: str, tmp_path: Path) -> None:
+    decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["Q8_0"]), kernels=kernels)
+    none = np.zeros((0, 64), np.float32)
+    assert decoder.logits(none).shape == (0, decoder.vocab_size)
+    if decoder.greedy is not None:
+        ids, values = decoder.greedy(none)
+        assert ids.shape == values.shape == (0,)
+
+
 def test_a_model_goes_with_its_last_reference(tmp_path: Path) -> None:
     """Sleeping gives the weights' memory back at once, also where the garbage collector passes them over."""
     decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["Q4_1"]), kernels="native")
