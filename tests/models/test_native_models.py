@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from model_toys import Requests, engine_config
+from model_toys import TINY, Requests, engine_config
 
 from mainspring.base.config import SchedulerConfig
 from mainspring.base.errors import CheckpointError, ConfigError
@@ -27,6 +28,7 @@ from mainspring.base.messages import KVCacheConfig, KVCacheGroup
 from mainspring.checkpoint.images import list_images
 from mainspring.kernels.native import PackedWeight, library, why_not
 from mainspring.kernels.ops import Batch, Floats
+from mainspring.kernels.ref import RefOps
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
 
@@ -118,41 +120,55 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path / "cache"))
 
 
-def loaded(model: Path, **settings: Any) -> Decoder:
+def loaded(model: Path | str, load_format: str = "auto", **settings: Any) -> Decoder:
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
     config = engine_config(
-        str(model), load_format="auto", scheduler=scheduler, block_size=BLOCK_SIZE, **settings
+        str(model), load_format=load_format, scheduler=scheduler, block_size=BLOCK_SIZE, **settings
     )
-    decoder = load_model(config)
-    (spec,) = set(decoder.kv_cache_specs())
-    layers = tuple(range(len(decoder.spec.layers)))
-    decoder.initialize_kv(KVCacheConfig(60, BLOCK_SIZE, (KVCacheGroup(layers, spec),)))
+    return with_kv(load_model(config))
+
+
+def with_kv(decoder: Decoder) -> Decoder:
+    """A group for each kind of layer."""
+    specs = decoder.kv_cache_specs()
+    groups = [
+        KVCacheGroup(tuple(layer for layer, spec in enumerate(specs) if spec == kind), kind)
+        for kind in dict.fromkeys(specs)
+    ]
+    decoder.initialize_kv(KVCacheConfig(100, BLOCK_SIZE, tuple(groups)))
     return decoder
 
 
 class Pages(Requests):
     """Requests in blocks of 16 tokens and in a vocabulary of any size."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         super().__init__(LENGTHS, 0)
-        self.tokens = [tokens % vocab_size for tokens in self.tokens]
-        free = iter(np.random.default_rng(0).permutation(np.arange(1, 60)).tolist())
-        self.blocks = [[next(free) for _ in range(-(-length // BLOCK_SIZE))] for length in LENGTHS]
+        self.tokens = [tokens % decoder.vocab_size for tokens in self.tokens]
+        free = iter(np.random.default_rng(0).permutation(np.arange(1, 100)).tolist())
+        self.blocks = [
+            [[next(free) for _ in range(-(-length // BLOCK_SIZE))] for length in LENGTHS]
+            for _ in set(decoder.kv_cache_specs())
+        ]
 
     def batch(self, counts: list[int]) -> Batch:
         batch = super().batch(counts)
         rows = [r for r, count in enumerate(counts) if count]
-        table = np.zeros((len(rows), max(len(self.blocks[r]) for r in rows)), np.int32)
-        for row, r in enumerate(rows):
-            table[row, : len(self.blocks[r])] = self.blocks[r]
         row_of = np.repeat(np.arange(len(rows)), np.diff(batch.query_start_loc))
-        slots = table[row_of, batch.positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-        return replace(batch, block_tables=(table,), slot_mapping=(slots + batch.positions % BLOCK_SIZE,))
+        tables, slots = [], []
+        for blocks in self.blocks:
+            table = np.zeros((len(rows), max(len(blocks[r]) for r in rows)), np.int32)
+            for row, r in enumerate(rows):
+                table[row, : len(blocks[r])] = blocks[r]
+            first = table[row_of, batch.positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            tables.append(table)
+            slots.append(first + batch.positions % BLOCK_SIZE)
+        return replace(batch, block_tables=tuple(tables), slot_mapping=tuple(slots))
 
 
 def logits_of(decoder: Decoder, steps: list[list[int]]) -> Floats:
     """Of every token of every request, request by request."""
-    pages = Pages(decoder.vocab_size)
+    pages = Pages(decoder)
     rows: list[list[Floats]] = [[] for _ in LENGTHS]
     for counts in steps:
         batch = pages.batch(counts)
@@ -198,13 +214,37 @@ def test_native_is_near_numpy_and_cuts_change_nothing(
     assert again.tobytes() == found[0].tobytes(), "from the image, by one thread"
 
 
+@pytest.mark.parametrize(
+    ("window", "kv_cache_dtype", "near"), [(6, "float32", 0.0003), (100, "float16", 0.003)]
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layers_with_and_without_a_window(
+    window: int, kv_cache_dtype: str, near: float, variant: str
+) -> None:
+    """Two groups of layers, each with its own block table; random weights, which numpy is given as packed."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = json.dumps(TINY | {"num_hidden_layers": 3, "sliding_window": window, "layer_types": kinds})
+    config = config.replace('"max_position_embeddings": 128', '"max_position_embeddings": 512')
+    settings = {"kv_cache_dtype": kv_cache_dtype, "instruction_set": variant, "activations": "int16"}
+    decoder = loaded(config, load_format="dummy", kernels="native", quantization="q8", **settings)
+    twin = Decoder(decoder.spec, RefOps())
+    for handle, weight in decoder.ops._weights.items():  # type: ignore[attr-defined]
+        if isinstance(weight, PackedWeight):
+            weight = np.concatenate([part.unpack() for part in weight.parts])
+        twin.ops.add_weight(handle, weight)
+    expected = logits_of(with_kv(twin), CUTS[0])
+    found = [logits_of(decoder, steps) for steps in CUTS]
+    assert found[0].tobytes() == found[1].tobytes()
+    assert np.sqrt(np.mean((found[0] - expected) ** 2)) < near
+
+
 def test_the_largest_of_any_vocabulary(tmp_path: Path) -> None:
     """Whether the head finds it or the logits are looked through; with masks, also one that allows none."""
     for vocab in (1, 7, 31, 33, 64, 65, 1000):
         model = write_model(tmp_path / f"{vocab}.gguf", shape(vocab=vocab), ["Q8_0"])
         decoder = loaded(model, kernels="native")
         assert decoder.greedy is not None
-        hidden = decoder.forward(Pages(vocab).batch([5, 1, 60, 0])).copy()
+        hidden = decoder.forward(Pages(decoder).batch([5, 1, 60, 0])).copy()
         logits = decoder.logits(hidden).copy()
         ids, values = decoder.greedy(hidden)
         np.testing.assert_array_equal(ids, logits.argmax(axis=1))
@@ -241,7 +281,7 @@ def test_shapes_without_a_native_form_run_in_numpy(
 def test_a_view_of_hidden_states_outlives_growing_buffers(tmp_path: Path) -> None:
     """More rows than ever before need other memory; whoever still reads the old one must not read nothing."""
     decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["F16"]), kernels="native")
-    hidden = decoder.forward(Pages(decoder.vocab_size).batch([5, 0, 0, 0]))
+    hidden = decoder.forward(Pages(decoder).batch([5, 0, 0, 0]))
     before = hidden.copy()
     assert decoder.greedy is not None
     decoder.greedy(np.zeros((3000, 64), np.float32))
