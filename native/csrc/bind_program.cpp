@@ -150,7 +150,8 @@ void bind_program(nb::module_& m) {
   m.def(
       "measure_variant", [](const std::string& name) { return measure(variant_named(name)); }, "variant"_a,
       "GOP/s of a small product, by some milliseconds of one thread.");
-  m.def("num_usable_cpus", &num_usable_cpus, "CPUs of the affinity mask, limited by the cgroup's quota.");
+  m.def("num_usable_cpus", &num_usable_cpus, "proc"_a = "/proc", "cgroups"_a = "/sys/fs/cgroup",
+        "CPUs of the affinity mask, limited by the quotas of control groups.");
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "num_threads"_a).def_prop_ro("num_threads", &Pool::num_threads);
 

@@ -55,25 +55,51 @@ double measure(const Kernels& variant) {
 
 namespace {
 
-// CPUs' worth of time that the control group allows; a large number where it does not limit.
-double cgroup_quota() {
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  double period = 0;
-  if (v2 >> quota >> period && quota != "max" && period > 0) return std::stod(quota) / period;
-  std::ifstream q1("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p1("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  double micros = -1;
-  if (q1 >> micros && p1 >> period && micros > 0 && period > 0) return micros / period;
-  return 1e9;
+constexpr double kNoLimit = 1e9;
+
+// CPUs' worth of time that one group may use by its own limit: in version 2 "quota period" or "max period", in
+// version 1 a file for each, -1 for no quota. Microseconds.
+double quota_of(const std::string& group, bool version_2) {
+  double quota = -1, period = 0;
+  if (version_2) {
+    std::ifstream(group + "/cpu.max") >> quota >> period;  // "max" is no number
+  } else {
+    std::ifstream(group + "/cpu.cfs_quota_us") >> quota;
+    std::ifstream(group + "/cpu.cfs_period_us") >> period;
+  }
+  return quota > 0 && period > 0 ? quota / period : kNoLimit;
+}
+
+// The least that the process's group and those above it allow. Lines are "number:controllers:path"; version 2 has
+// no controllers. In a container the path may be one of the host, of which only the root is to be seen.
+double cgroup_quota(const std::string& proc, const std::string& cgroups) {
+  double least = kNoLimit;
+  std::ifstream lines(proc + "/self/cgroup");
+  for (std::string line; std::getline(lines, line);) {
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool version_2 = controllers == ",,";
+    if (!version_2 && controllers.find(",cpu,") == std::string::npos) continue;
+    const std::string root = cgroups + (version_2 ? "" : "/cpu");
+    std::string path = line.substr(second + 1);
+    while (true) {
+      least = std::min(least, quota_of(root + path, version_2));
+      const size_t slash = path.rfind('/');
+      if (slash == std::string::npos) break;
+      path.resize(slash);
+    }
+  }
+  return least;
 }
 
 }  // namespace
 
-int num_usable_cpus() {
+int num_usable_cpus(const std::string& proc, const std::string& cgroups) {
   cpu_set_t mask;
   CPU_ZERO(&mask);
   const int allowed = sched_getaffinity(0, sizeof mask, &mask) == 0 ? CPU_COUNT(&mask) : 1;
-  return std::max(1, static_cast<int>(std::min<double>(allowed, std::ceil(cgroup_quota()))));
+  return std::max(1, static_cast<int>(std::min<double>(allowed, std::ceil(cgroup_quota(proc, cgroups)))));
 }
 
 }  // namespace mainspring

@@ -14,6 +14,7 @@ bool can_run(const Kernels& variant);  // by cpuid and what the system saves of 
 const Kernels* find_variant(const std::string& name);  // null: there is none of that name
 // Operations per nanosecond of a small product of 4-bit weights: what a short look says of a variant's speed.
 double measure(const Kernels& variant);
-int num_usable_cpus();  // of the affinity mask, limited by the cgroup's quota; at least 1
+// Of the affinity mask, limited by the quotas of the process's control group and of those above it; at least 1.
+int num_usable_cpus(const std::string& proc = "/proc", const std::string& cgroups = "/sys/fs/cgroup");
 
 }  // namespace mainspring
