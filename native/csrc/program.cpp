@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <new>
 
 namespace mainspring {
@@ -381,6 +382,7 @@ struct GatedStep final : Step {
 // ---- the largest logit without the logits ---------------------------------------------------------------------
 
 constexpr int kArgmaxPanels = 4;  // 64 columns: two words of a mask
+constexpr Candidate kNone{-std::numeric_limits<float>::infinity(), -1};
 
 struct ArgmaxStep final : Step {
   int x;
@@ -403,7 +405,7 @@ struct ArgmaxStep final : Step {
     }
     for (int r = 0; r < rows; ++r) {
       Candidate& found = machine.candidates[static_cast<size_t>(row + r) * num_groups() + group];
-      found = {0.0f, -1};
+      found = kNone;
       if (!needed) continue;
       const uint32_t* mask = mask_of(machine, row + r);
       const int id = machine.kernels.argmax(tile + r * panels * kLanes, count, mask ? mask + first / 32 : nullptr,
@@ -430,7 +432,7 @@ struct ArgmaxStep final : Step {
 
 Candidate best(const Machine& machine, int row) {
   const size_t groups = machine.candidates.size() / machine.num_rows;
-  Candidate winner{0.0f, -1};
+  Candidate winner = kNone;
   for (size_t g = 0; g < groups; ++g) {
     const Candidate& c = machine.candidates[row * groups + g];
     if (c.id < 0) continue;

@@ -19,7 +19,7 @@
 
 namespace mainspring {
 
-// The largest logit of a row, or of a part of it, and its id; -1: none was allowed.
+// The largest logit of a row, or of a part of it, and its id; -inf and -1: none was allowed.
 struct Candidate {
   float value;
   int32_t id;

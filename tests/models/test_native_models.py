@@ -31,6 +31,8 @@ from mainspring.kernels.ops import Batch, Floats
 from mainspring.kernels.ref import RefOps
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
+from mainspring.worker.sampler import greedy_rows
+from mainspring.worker.sampling_rules import NONE_ALLOWED
 
 if library() is None:
     pytest.skip(why_not(), allow_module_level=True)
@@ -257,8 +259,11 @@ def test_the_largest_of_any_vocabulary(tmp_path: Path) -> None:
         words[0] = 0
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
         masked = np.where(bits, logits, -np.inf)
-        ids, _ = decoder.greedy(hidden, list(words))
+        ids, values = decoder.greedy(hidden, list(words))
         np.testing.assert_array_equal(ids, np.where(bits.any(axis=1), masked.argmax(axis=1), -1))
+        np.testing.assert_array_equal(values, masked.max(axis=1))
+        sampled = greedy_rows(ids, values)
+        assert sampled.errors[0] == NONE_ALLOWED, "no token is made up where none may come"
 
 
 @pytest.mark.parametrize(

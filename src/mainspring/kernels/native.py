@@ -197,9 +197,9 @@ class NativeOps:
     ) -> tuple[Ints, Floats]:
         """The largest output of the product that ends `walk`, for rows [S, width] put into `buffer`.
 
-        Gives ids [S], the lowest among equals, -1 where `masks` allow none, and the values [S]; a NaN is
-        larger than anything. masks: per row the words of a bit mask of allowed outputs, or None; or empty.
-        Outputs that no row may take are not computed.
+        Gives ids [S], the lowest among equals, and the values [S]; -1 and -inf where `masks` allow none. A
+        NaN is larger than anything. masks: per row the words of a bit mask of allowed outputs, or None; or
+        empty. Outputs that no row may take are not computed.
         """
         loaded = self._programs.get(("largest", _function(walk))) or self._load("largest", walk, buffer)
         num_words = -(-loaded.num_columns // 32)

@@ -66,7 +66,7 @@ class Decoder:
     def greedy(self) -> Greedy | None:
         """(hidden rows [S, hidden], masks) -> ids [S], values [S]: the largest logit of each row, without
         making the logits. masks: per row the words of a bit mask of allowed tokens, or None; or empty. An id
-        of -1: none is allowed. None where the backend has no such product.
+        of -1, and -inf: none is allowed. None where the backend has no such product.
         """
         largest = getattr(self.ops, "run_largest", None)
         if largest is None:
