@@ -196,9 +196,7 @@ class EngineArgs:
     log_iteration_details: bool = field(default=False, metadata={"help": "a log line for each step"})
     shutdown_timeout: float = field(
         default=0.0,
-        metadata={
-            "help": "seconds for requests to finish at a shutdown; what is left is aborted"
-        },
+        metadata={"help": "seconds for requests to finish at a shutdown; what is left is aborted"},
     )
     in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
     executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
