@@ -51,7 +51,8 @@ def table() -> str:
     ]
     machine = (
         f"{startup['model']} on {len(os.sched_getaffinity(0))} cores of {cpu()}, kernels "
-        f"{throughput['kernels']}, where numpy's matrix product reaches {throughput['sgemm_gflops']:.0f} GFLOP/s."
+        f"{throughput['kernels']}, where numpy's matrix product reaches "
+        f"{throughput['sgemm_gflops']:.0f} GFLOP/s."
     )
     lines = [machine, "", "| | |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in rows)]
     return "\n".join(lines)
