@@ -503,6 +503,7 @@ def test_a_wrong_flag_is_one_line(
 
 
 FAKE_LIBRARY = """
+API_VERSION = 1
 def runnable_variants(): return ["plain"]
 def num_usable_cpus(): return 2
 def measure_ceilings(variant, num_threads):

@@ -117,11 +117,17 @@ COVERING = [
     Setting(16, 2048, "cold", together=True, scarce=False, client="sync", depth=1),
     Setting(32, 16, "warm", together=True, scarce=False, client="async", depth=2),
     Setting(16, 16, "off", together=True, scarce=True, client="in process", depth=2),
-    Setting(32, 2048, "warm", together=False, scarce=True, client="async", depth=1),
+    pytest.param(  # one after the other takes a minute
+        Setting(32, 2048, "warm", together=False, scarce=True, client="async", depth=1),
+        marks=pytest.mark.slow,
+    ),
 ]
 COVERING_TEXTS = [
     Setting(16, 2048, "cold", together=True, scarce=False, client="sync", depth=2),
-    Setting(32, 16, "warm", together=True, scarce=False, client="in process", depth=1),
+    pytest.param(
+        Setting(32, 16, "warm", together=True, scarce=False, client="in process", depth=1),
+        marks=pytest.mark.slow,
+    ),
 ]
 PRODUCT = [
     Setting(*values)
