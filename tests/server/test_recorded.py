@@ -112,12 +112,12 @@ def differing(theirs: list, ours: list) -> list[str]:
     return [] if theirs == ours else [f"ends {ours}, not {theirs}"]
 
 
-pytestmark = pytest.mark.slow  # a minute, with the numpy kernels
+pytestmark = pytest.mark.slow  # a minute, with the numpy kernels; int16: the tokens of exact arithmetic
 
 
 @pytest.fixture(scope="module")
 def server(smollm2):
-    args = EngineArgs(model=str(smollm2), max_model_len=2048, disable_log_stats=False)
+    args = EngineArgs(model=str(smollm2), activations="int16", max_model_len=2048, disable_log_stats=False)
     settings = {
         "served_model_name": ["smol"],
         "api_key": ["k1", "k2"],
