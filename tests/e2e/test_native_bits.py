@@ -140,7 +140,10 @@ def in_company(model: Path, number: int, **settings: Any) -> Bits:
         return watch.bits
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS[:-1]), VARIANTS[-1]],
+)
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
