@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mainspring.base import cores
 from mainspring.base.errors import ConfigError
 
 AUTO_MAX_MODEL_LEN = -1
@@ -296,10 +297,8 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may run on, as far as its control groups give it time (`base/cores.py`)."""
+    return cores.usable_cores()
 
 
 def _kinds(annotation: object) -> tuple[object, ...]:
