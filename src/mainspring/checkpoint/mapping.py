@@ -1,0 +1,31 @@
+"""A file's bytes in memory, read when they are touched; and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+from mainspring.base.errors import CheckpointError
+
+
+def map_file(path: Path, what: str) -> mmap.mmap:
+    """The bytes of `path`, read-only. Raises `CheckpointError`; `what` was expected, as "a GGUF file"."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: is a device or a pipe; expected {what}")
+            if status.st_size == 0:
+                raise CheckpointError(f"{path}: the file is empty; expected {what}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except IsADirectoryError:
+        raise CheckpointError(f"{path}: is a directory; expected {what}") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except CheckpointError:  # which is a ValueError, too
+        raise
+    except (OSError, ValueError) as error:  # no permission, a name with a null byte
+        why = getattr(error, "strerror", None) or error  # without the path, which is named already
+        raise CheckpointError(f"{path}: cannot be read as a file: {why}") from None
