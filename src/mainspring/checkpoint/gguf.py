@@ -1,176 +1,74 @@
-"""GGUF files: a header of typed key-values, a table of tensors, and the tensors themselves, memory-mapped.
+"""GGUF files: a model in one memory-mapped file, or split over several.
 
 Reading happens in three depths, each paid for only when asked:
-1. opening walks header and tables and judges them: every offset, count and length is checked against the
-   size of the file before anything is allocated or sliced, so a hostile file costs time and memory linear in
-   its size;
+1. opening reads and judges the head of each file (`gguf_head.py`);
 2. `metadata[key]` decodes an array (tokens, merges) the first time it is asked for;
-3. `dequantise(name)` touches the pages of one tensor.
+3. `dequantise(name)` touches the pages of one tensor (`blocks.py`).
 
-Invariants after a successful open: tensor names and keys are unique; every tensor's bytes lie inside the
-file, start at a multiple of the alignment and overlap no other's; its type is in `TENSOR_TYPES` and its rows
-are whole blocks.
+A model may be split into parts named `...-00001-of-00003.gguf`. Each has the keys `split.no` (from 0),
+`split.count` and `split.tensors.count`, of all together; the first has the other metadata. Opening any of
+them opens all.
 
-A further tensor type is one entry of `TENSOR_TYPES`: its block's layout as a numpy dtype and a function that
-turns an array of such blocks into float32.
+Invariants after a successful open: all parts are there and say the same of the whole; tensor names are unique
+over all of them; what `gguf_head.read_head` promises holds for each.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import stat
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+import re
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.blocks import TYPES_BY_NAME, Floats, are_finite, decode_blocks
+from mainspring.checkpoint.gguf_head import Metadata, TensorInfo, read_head
+from mainspring.checkpoint.mapping import map_file
 from mainspring.checkpoint.quoting import quoted
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-MAX_DIMS = 4
-MAX_NESTING = 4  # arrays of arrays; files in the wild have none
-MAX_ALIGNMENT = 1 << 20
-MIN_ENTRY_BYTES = 13  # the least a key-value takes: length of the key, type, one byte
-MIN_TENSOR_BYTES = 24  # the least a tensor's entry takes: length of the name, n_dims, type, offset
-TILE_BLOCKS = 4096  # blocks decoded at a time: 4096 x 32 float32 are 512 KiB, which stays in a core's L2
-
-Blocks = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
-
-
-# ---- tensor types ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """How one type is stored. `decode(blocks [n], out [n, block_size])` writes the values of n blocks."""
-
-    name: str
-    block_size: int  # weights in a block
-    layout: np.dtype[Any]  # one block, little-endian
-    decode: Callable[[Blocks, Floats], None]
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layout.itemsize
-
-
-def _decode_plain(blocks: Blocks, out: Floats) -> None:
-    np.copyto(out[:, 0], blocks)
-
-
-def _decode_bf16(blocks: Blocks, out: Floats) -> None:
-    """A bfloat16 is the upper half of a float32; numpy has no such type."""
-    np.left_shift(blocks, 16, out=out.view(np.uint32)[:, 0], dtype=np.uint32)
-
-
-def _decode_q4_1(blocks: Blocks, out: Floats) -> None:
-    """d * q + m; the low nibbles are the first 16 weights, the high ones the last 16."""
-    codes = np.empty((len(blocks), 2, 16), np.uint8)
-    np.bitwise_and(blocks["codes"], 15, out=codes[:, 0])
-    np.right_shift(blocks["codes"], 4, out=codes[:, 1])
-    np.copyto(out, codes.reshape(-1, 32))
-    np.multiply(out, blocks["scale"].astype(np.float32)[:, None], out=out)
-    np.add(out, blocks["minimum"].astype(np.float32)[:, None], out=out)
-
-
-def _decode_q8_0(blocks: Blocks, out: Floats) -> None:
-    """d * q."""
-    np.copyto(out, blocks["codes"])
-    np.multiply(out, blocks["scale"].astype(np.float32)[:, None], out=out)
-
-
-_Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("codes", "u1", 16)])
-_Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
-
-TENSOR_TYPES: Final[dict[int, TensorType]] = {
-    0: TensorType("F32", 1, np.dtype("<f4"), _decode_plain),
-    1: TensorType("F16", 1, np.dtype("<f2"), _decode_plain),
-    3: TensorType("Q4_1", 32, _Q4_1, _decode_q4_1),
-    8: TensorType("Q8_0", 32, _Q8_0, _decode_q8_0),
-    30: TensorType("BF16", 1, np.dtype("<u2"), _decode_bf16),
-}
-TYPES_BY_NAME: Final = {kind.name: kind for kind in TENSOR_TYPES.values()}
-
-# Names of types that are not read yet, so that a refusal can use the word that the file's page uses.
-_OTHER_TYPE_NAMES: Final = {
-    2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
-
-
-def decode_blocks(kind: TensorType, raw: npt.NDArray[np.uint8], out: Floats) -> None:
-    """Turn `raw` (uint8, whole blocks) into `out` (float32, C-contiguous, as many weights), in tiles."""
-    assert out.flags.c_contiguous
-    blocks = raw.view(kind.layout)
-    values = out.reshape(len(blocks), kind.block_size)
-    tile = TILE_BLOCKS * 32 // kind.block_size
-    with np.errstate(all="ignore"):  # a file's scale may be infinite or NaN: its reader's to judge
-        for start in range(0, len(blocks), tile):
-            kind.decode(blocks[start : start + tile], values[start : start + tile])
-
-
-# ---- the file ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies and how to read it."""
-
-    name: str
-    shape: tuple[int, ...]  # row-major: the last dimension is contiguous
-    type: str  # "F32", "Q4_1", ...
-    num_bytes: int
-    offset: int  # bytes from the start of the file
+PART_NAME: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+OWN_KEYS: Final = ("split.no", "general.alignment")  # of a part; others that it repeats are the model's
 
 
 class GGUFFile:
-    """A GGUF file, open for reading. Safe to use from several threads until it is closed.
+    """A GGUF file, or all parts of a split one, open for reading. Safe to use from several threads until it
+    is closed.
 
     Raises `CheckpointError`, one line that names the file and the tensor or key at fault, if anything in it
     is damaged or not supported.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._map = _map_file(self.path)
-        try:
-            parser = _Parser(self.path, self._map)
-            num_tensors, num_entries = parser.header()
-            self.metadata: Metadata = parser.metadata(num_entries)
-            self._tensors = parser.tensors(num_tensors, self.metadata)
-        except BaseException:
-            self._map.close()
-            raise
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._parts = _open_parts(Path(path))
+        self.path = self._parts[0].path
+        self.metadata: Metadata = self._parts[0].metadata
+        self._part_of = {name: part for part in self._parts for name in part.tensors}
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of which it is made, in their order."""
+        return [part.path for part in self._parts]
 
     @property
     def tensor_names(self) -> list[str]:
         """In the order of the file's table."""
-        return list(self._tensors)
+        return list(self._part_of)
 
     def info(self, name: str) -> TensorInfo:
         """Raises `CheckpointError` for a name that the file does not have."""
-        if name not in self._tensors:
-            raise CheckpointError(f"{self.path}: no tensor {quoted(name)} among its {len(self._tensors)}")
-        return self._tensors[name]
+        return self._part(name).tensors[name]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor as they are in the file: a read-only view of [num_bytes]."""
-        info = self.info(name)
-        return self._bytes[info.offset : info.offset + info.num_bytes]
+        part = self._part(name)
+        info = part.tensors[name]
+        return part.bytes[info.offset : info.offset + info.num_bytes]
 
     def dequantise(self, name: str, out: Floats | None = None) -> Floats:
         """The values of a tensor, float32 in `info(name).shape`; into `out`, C-contiguous, if given."""
@@ -191,25 +89,18 @@ class GGUFFile:
         return out
 
     def is_finite(self, name: str) -> bool:
-        """Whether every value of a tensor is a number. Of blocks, only the scales can be otherwise."""
-        kind = TYPES_BY_NAME[self.info(name).type]
-        blocks = self.raw(name).view(kind.layout)
-        if kind.layout.names is None:
-            if kind.name == "BF16":  # all ones in the exponent
-                return not ((blocks & 0x7F80) == 0x7F80).any()
-            return bool(np.isfinite(blocks).all())
-        floats = [field for field in kind.layout.names if kind.layout[field].kind == "f"]
-        return all(bool(np.isfinite(blocks[field]).all()) for field in floats)
+        """Whether every value of a tensor is a number."""
+        return are_finite(TYPES_BY_NAME[self.info(name).type], self.raw(name))
 
     def drop_pages(self) -> None:
         """Take the file's pages out of this process's memory; they are read again when touched."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        for part in self._parts:
+            part.drop_pages()
 
     def close(self) -> None:
         """Idempotent. Views that `raw` gave out stay valid: the map itself goes with the last of them."""
-        self._bytes = np.empty(0, np.uint8)
-        with suppress(BufferError):  # a view is still in use
-            self._map.close()
+        for part in self._parts:
+            part.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -219,289 +110,105 @@ class GGUFFile:
     ) -> None:
         self.close()
 
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: is a device or a pipe; expected a GGUF file")
-            if status.st_size == 0:
-                raise CheckpointError(f"{path}: the file is empty; expected a GGUF file")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a directory; expected a GGUF file") from None
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except CheckpointError:  # which is a ValueError, too
-        raise
-    except (OSError, ValueError) as error:  # no permission, a pipe, a name with a null byte
-        why = getattr(error, "strerror", None) or error  # without the path, which is named already
-        raise CheckpointError(f"{path}: cannot be read as a file: {why}") from None
+    def _part(self, name: str) -> _Part:
+        if name not in self._part_of:
+            raise CheckpointError(f"{self.path}: no tensor {quoted(name)} among its {len(self._part_of)}")
+        return self._part_of[name]
 
 
-# ---- metadata ----------------------------------------------------------------------------------------------
+class _Part:
+    """One file, mapped, and its head."""
 
-
-class _Array(NamedTuple):
-    """An array that nobody has asked for yet."""
-
-    start: int  # of its first element, bytes from the start of the file
-    end: int
-    kind: int
-    length: int
-
-
-class Metadata(Mapping[str, Any]):
-    """Key -> int, float, bool, str or list. Arrays are decoded when first asked for."""
-
-    def __init__(self, parser: _Parser, values: dict[str, Any]) -> None:
-        self._parser = parser
-        self._values = values
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._values[key]
-        if isinstance(value, _Array):
-            value = self._values[key] = self._parser.array(key, value)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
-_SCALARS: Final[dict[int, struct.Struct]] = {
-    code: struct.Struct("<" + letter)
-    for code, letter in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
-}
-_MIN_ELEMENT_BYTES: Final = {code: form.size for code, form in _SCALARS.items()} | {_STRING: 8, _ARRAY: 12}
-
-
-class _Parser:
-    """A position in the file, and what may be read from there. `self.pos` never passes `self.size`."""
-
-    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.buffer = buffer
-        self.size = len(buffer)
-        self.pos = 0
+        self._map = map_file(path, "a GGUF file")
+        try:
+            self.metadata, self.tensors = read_head(path, self._map)
+        except BaseException:
+            self._map.close()
+            raise
+        self.bytes = np.frombuffer(self._map, np.uint8)
+
+    def count(self, key: str, default: int) -> int:
+        """The value of a key that is a number of parts."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(f"key {quoted(key)} is {quoted(value)}, expected a count")
+        return value
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
 
-    def header(self) -> tuple[int, int]:
-        """How many tensors and how many key-values follow."""
-        magic = self.buffer[:4]
-        if magic != MAGIC:
-            raise self.error(f"is not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
-        self.pos = 4
-        version = self.number(_U32, "the version")
-        if version not in VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            found = f"{swapped}, big-endian," if swapped in VERSIONS else str(version)
-            raise self.error(f"GGUF version {found} is not supported; supported: 2 and 3, little-endian")
-        num_tensors = self.number(_U64, "the number of tensors")
-        num_entries = self.number(_U64, "the number of key-values")
-        self.fits(num_tensors, MIN_TENSOR_BYTES, "the header announces", "tensors")
-        self.fits(num_entries, MIN_ENTRY_BYTES, "the header announces", "key-values")
-        return num_tensors, num_entries
+    def drop_pages(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
 
-    def metadata(self, num_entries: int) -> Metadata:
-        values: dict[str, Any] = {}
-        for index in range(num_entries):
-            key = self.string(f"the name of key-value {index}")
-            if key in values:
-                raise self.error(f"key {quoted(key)} occurs twice")
-            values[key] = self.value(self.number(_U32, f"the type of key {quoted(key)}"), key)
-        return Metadata(self, values)
+    def close(self) -> None:
+        self.bytes = np.empty(0, np.uint8)
+        with suppress(BufferError):  # a view is still in use
+            self._map.close()
 
-    def tensors(self, num_tensors: int, metadata: Metadata) -> dict[str, TensorInfo]:
-        alignment = metadata.get("general.alignment", 32)
-        if (
-            not isinstance(alignment, int)
-            or not 1 <= alignment <= MAX_ALIGNMENT
-            or alignment & (alignment - 1)
-        ):
-            raise self.error(
-                f"key 'general.alignment' is {quoted(alignment)}, "
-                f"expected a power of two up to {MAX_ALIGNMENT}"
-            )
-        num_parts = metadata.get("split.count", 1)
-        if num_parts not in (0, 1):
-            raise self.error(
-                f"key 'split.count' is {quoted(num_parts)}: "
-                "a model split over several files is not supported yet; merge them into one"
-            )
-        found: dict[str, TensorInfo] = {}
-        for index in range(num_tensors):
-            info = self.tensor(index)
-            if info.name in found:
-                raise self.error(f"tensor {quoted(info.name)} occurs twice")
-            found[info.name] = info
-        return self.placed(found, alignment)
 
-    def tensor(self, index: int) -> TensorInfo:
-        """One entry of the table; its offset still counts from the start of the data."""
-        name = self.string(f"the name of tensor {index}")
-        shown = f"tensor {quoted(name)}"
-        num_dims = self.number(_U32, f"n_dims of {shown}")
-        if num_dims > MAX_DIMS:
-            raise self.error(f"{shown} has {num_dims} dimensions, expected at most {MAX_DIMS}")
-        # The file has the fastest dimension first.
-        shape = tuple(self.number(_U64, f"the shape of {shown}") for _ in range(num_dims))[::-1]
-        type_id = self.number(_U32, f"the type of {shown}")
-        offset = self.number(_U64, f"the offset of {shown}")
-        kind = TENSOR_TYPES.get(type_id)
-        if kind is None:
-            found = _OTHER_TYPE_NAMES.get(type_id, f"number {type_id}")
-            raise self.error(
-                f"{shown} has type {found}, which is not supported; supported: {', '.join(TYPES_BY_NAME)}"
-            )
-        num_weights = 1
-        for length in shape:
-            num_weights *= length
-        if num_weights == 0:
-            raise self.error(f"{shown} has shape {list(shape)}, expected no dimension of 0")
-        row = shape[-1] if shape else 1
-        if row % kind.block_size:
-            raise self.error(
-                f"{shown} has rows of {row} weights, "
-                f"expected a multiple of {kind.block_size}, the block of {kind.name}"
-            )
-        return TensorInfo(name, shape, kind.name, num_weights // kind.block_size * kind.block_bytes, offset)
+# ---- parts -------------------------------------------------------------------------------------------------
 
-    def placed(self, relative: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors with offsets from the start of the file, none outside it, none over another."""
-        data_start = -(-self.pos // alignment) * alignment
-        placed: dict[str, TensorInfo] = {}
-        for info in relative.values():
-            shown = f"tensor {quoted(info.name)}"
-            if info.offset % alignment:
-                raise self.error(
-                    f"{shown} has offset {info.offset}, expected a multiple of the alignment {alignment}"
+
+def _open_parts(path: Path) -> tuple[_Part, ...]:
+    """The file at `path`, or all parts of the model that it is one of, in order."""
+    with ExitStack() as opened:
+
+        def open_part(path: Path) -> _Part:
+            part = _Part(path)
+            opened.callback(part.close)
+            return part
+
+        given = open_part(path)
+        paths = _paths_of_parts(given)
+        parts = tuple(given if other == path else open_part(other) for other in paths)
+        if len(parts) > 1:
+            _check_parts(parts)
+        opened.pop_all()
+    return parts
+
+
+def _paths_of_parts(given: _Part) -> list[Path]:
+    """Where the parts of a model are, of which one is open. Raises `CheckpointError` if one is missing."""
+    count = given.count("split.count", 1)
+    if count <= 1:
+        return [given.path]
+    number = given.count("split.no", 0) + 1
+    name = PART_NAME.fullmatch(given.path.name)
+    if name is None or (int(name["number"]), int(name["count"])) != (number, count):
+        raise given.error(
+            f"is part {number} of {count} of a model, says 'split.no'; expected a name that ends in "
+            f"'-{number:05}-of-{count:05}.gguf', by which the other parts are found"
+        )
+    paths = [given.path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for i, path in enumerate(paths):
+        if not path.exists():
+            raise given.error(f"part {i + 1} of {count} is missing: expected {path.name} beside it")
+    return paths
+
+
+def _check_parts(parts: tuple[_Part, ...]) -> None:
+    """All parts are of one model, and no more or less than that."""
+    first = parts[0]
+    where: dict[str, _Part] = {}
+    for i, part in enumerate(parts):
+        if part.count("split.no", 0) != i:
+            raise part.error(f"key 'split.no' is {part.metadata.get('split.no')}, expected {i} by its name")
+        for key in {"split.count", *part.metadata} - set(OWN_KEYS):
+            value, expected = part.metadata.get(key), first.metadata.get(key)
+            if key in first.metadata and value != expected:
+                raise part.error(
+                    f"key {quoted(key)} is {quoted(value)}, and in {first.path.name} {quoted(expected)}: "
+                    "parts of different models?"
                 )
-            start = data_start + info.offset
-            end = start + info.num_bytes
-            if end > self.size:
-                raise self.error(
-                    f"{shown} ({info.type} {list(info.shape)}) ends at byte {end}, "
-                    f"and the file ends at {self.size}: truncated?"
-                )
-            placed[info.name] = replace(info, offset=start)
-        in_order = sorted(placed.values(), key=lambda info: info.offset)
-        for before, after in pairwise(in_order):
-            end = before.offset + before.num_bytes
-            if end > after.offset:
-                raise self.error(
-                    f"tensor {quoted(after.name)} at byte {after.offset} overlaps "
-                    f"tensor {quoted(before.name)}, which ends at {end}"
-                )
-        return placed
-
-    # Values. Each method reads at `self.pos` and moves it, and says what it was reading if that is not there.
-
-    def number(self, form: struct.Struct, what: str) -> Any:
-        if self.pos + form.size > self.size:
-            raise self.error(f"ends at byte {self.size}, inside {what}: truncated?")
-        (value,) = form.unpack_from(self.buffer, self.pos)
-        self.pos += form.size
-        return value
-
-    def string(self, what: str) -> str:
-        length = self.number(_U64, what)
-        start = self.pos
-        self.skip(length, what)
-        return self.text(self.buffer[start : self.pos], what)
-
-    def value(self, kind: int, key: str) -> Any:
-        what = f"the value of key {quoted(key)}"
-        if kind == _STRING:
-            return self.string(what)
-        if kind == _ARRAY:
-            return self.unread_array(what)
-        if kind not in _SCALARS:
-            raise self.error(f"key {quoted(key)} has value type {kind}, expected 0 to 12")
-        return self.number(_SCALARS[kind], what)
-
-    def unread_array(self, what: str, depth: int = 1) -> _Array:
-        """Walk over an array, checking it, without keeping its elements."""
-        if depth > MAX_NESTING:
-            raise self.error(f"{what} has arrays nested more than {MAX_NESTING} deep, which is not supported")
-        kind = self.number(_U32, what)
-        count = self.number(_U64, what)
-        if kind not in _MIN_ELEMENT_BYTES:
-            raise self.error(f"{what} is an array of type {kind}, expected 0 to 12")
-        self.fits(count, _MIN_ELEMENT_BYTES[kind], f"{what} announces", "elements")
-        start = self.pos
-        if kind == _STRING:
-            self.skip_strings(count, what)
-        elif kind == _ARRAY:
-            for _ in range(count):
-                self.unread_array(what, depth + 1)
-        else:
-            self.skip(count * _SCALARS[kind].size, what)
-        return _Array(start, self.pos, kind, count)
-
-    def skip(self, num_bytes: int, what: str) -> None:
-        if num_bytes > self.size - self.pos:
-            raise self.error(
-                f"{what} announces {num_bytes} bytes, and {self.size - self.pos} are left in the file: "
-                "damaged or truncated"
-            )
-        self.pos += num_bytes
-
-    def skip_strings(self, count: int, what: str) -> None:
-        """A tight loop: vocabularies have hundreds of thousands of strings, walked over at every start."""
-        unpack, buffer, pos, size = _U64.unpack_from, self.buffer, self.pos, self.size
-        for index in range(count):
-            if pos + 8 > size:
-                raise self.error(f"ends at byte {size}, inside element {index} of {what}: truncated?")
-            pos += 8 + unpack(buffer, pos)[0]
-            if pos > size:
-                raise self.error(
-                    f"element {index} of {what} reaches past the end of the file: damaged or truncated"
-                )
-        self.pos = pos
-
-    def fits(self, count: int, min_bytes: int, what: str, things: str) -> None:
-        """Refuse a count that the rest of the file cannot hold, before anything is made of it."""
-        left = self.size - self.pos
-        if count * min_bytes > left:
-            raise self.error(
-                f"{what} {count} {things}, more than {left} bytes, the rest of the file, can hold: damaged"
-            )
-
-    # Arrays, when somebody wants their elements. They were walked over at opening, so their bounds are right.
-
-    def array(self, key: str, array: _Array) -> list[Any]:
-        what = f"the value of key {quoted(key)}"
-        if array.kind == _STRING:
-            return self.strings(array, what)
-        if array.kind == _ARRAY:
-            inner = _Parser(
-                self.path, self.buffer
-            )  # a position of its own: another thread may be reading, too
-            inner.pos = array.start
-            return [self.array(key, inner.unread_array(what)) for _ in range(array.length)]
-        numbers = np.frombuffer(self.buffer, _SCALARS[array.kind].format, array.length, array.start)
-        result: list[Any] = numbers.tolist()
-        return result
-
-    def strings(self, array: _Array, what: str) -> list[str]:
-        data = self.buffer[array.start : array.end]
-        unpack, pos, found = _U64.unpack_from, 0, []
-        for _ in range(array.length):
-            start = pos + 8
-            pos = start + unpack(data, pos)[0]
-            found.append(self.text(data[start:pos], what))
-        return found
-
-    def text(self, data: bytes, what: str) -> str:
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            raise self.error(f"{what} is not UTF-8: {quoted(data)}") from None
+        for name in part.tensors:
+            if name in where:
+                raise part.error(f"tensor {quoted(name)} is in {where[name].path.name}, too")
+            where[name] = part
+    expected = first.metadata.get("split.tensors.count", len(where))
+    if expected != len(where):
+        raise first.error(
+            f"the {len(parts)} parts have {len(where)} tensors together, "
+            f"and key 'split.tensors.count' is {quoted(expected)}: parts of different models?"
+        )
