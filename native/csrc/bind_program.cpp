@@ -138,6 +138,12 @@ void linear(Program& program, int out, int x, const std::vector<std::tuple<Packe
   program.append(linear_step(out, x, std::move(views), add ? Into::Add : Into::Store));
 }
 
+std::vector<std::tuple<std::string, double>> times(const Program& program) {
+  std::vector<std::tuple<std::string, double>> found;
+  for (const StepTime& step : program.times()) found.emplace_back(step.kind, 1e-9 * static_cast<double>(step.taken_ns));
+  return found;
+}
+
 int attention_plan(Machine& machine, int group, int num_heads, int num_kv_heads, int head_size, float scale,
                    int window, float soft_cap, bool causal) {
   return machine.attention_plan({group, {num_heads, num_kv_heads, head_size, scale, window, soft_cap, causal}});
@@ -216,6 +222,8 @@ void bind_program(nb::module_& m) {
           "attention",
           [](Program& p, int out, int qkv, int layer, int plan) { p.append(attention_step(out, qkv, layer, plan)); },
           "out"_a, "qkv"_a, "layer"_a, "plan"_a)
+      .def("keep_times", &Program::keep_times, "keep"_a)
+      .def("times", &times, "(kind, seconds of processor time) of every step of the last pass.")
       .def("run_batch", &run_batch, "token_ids"_a, "positions"_a, "query_start_loc"_a, "seq_lens"_a,
            "block_tables"_a, "slot_mapping"_a)
       .def("run_rows", &run_rows, "buffer"_a, "rows"_a)

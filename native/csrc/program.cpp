@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cmath>
@@ -105,16 +106,38 @@ void Machine::allocate_kv(std::vector<KVCache> layers, std::vector<std::unique_p
 
 namespace {
 
-class Replay final : public Pass {
+class Replay : public Pass {
  public:
   Replay(Machine& machine, const std::vector<std::unique_ptr<Step>>& steps) : machine_(machine), steps_(steps) {}
   int num_steps() const override { return static_cast<int>(steps_.size()); }
   int num_units(int step) const override { return steps_[step]->num_units(machine_); }
   void run(int step, int unit, int thread) override { steps_[step]->run(machine_, unit, thread); }
 
- private:
+ protected:
   Machine& machine_;
   const std::vector<std::unique_ptr<Step>>& steps_;
+};
+
+int64_t processor_time_ns() {  // of this thread
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return int64_t{1000000000} * now.tv_sec + now.tv_nsec;
+}
+
+class TimedReplay final : public Replay {
+ public:
+  TimedReplay(Machine& machine, const std::vector<std::unique_ptr<Step>>& steps, std::vector<int64_t>& taken_ns)
+      : Replay(machine, steps), taken_ns_(taken_ns) {
+    taken_ns.assign(steps.size() * machine.pool->num_threads(), 0);
+  }
+  void run(int step, int unit, int thread) override {
+    const int64_t start_ns = processor_time_ns();
+    Replay::run(step, unit, thread);
+    taken_ns_[thread * steps_.size() + step] += processor_time_ns() - start_ns;
+  }
+
+ private:
+  std::vector<int64_t>& taken_ns_;
 };
 
 }  // namespace
@@ -135,8 +158,22 @@ void Program::run() {
     }
     if (static_cast<int64_t>(machine.partials.size()) < partials) machine.partials.resize(partials);
   }
-  Replay replay(machine, steps_);
-  machine.pool->run(replay);
+  if (keeps_times_) {
+    TimedReplay replay(machine, steps_, taken_ns_);
+    machine.pool->run(replay);
+  } else {
+    Replay replay(machine, steps_);
+    machine.pool->run(replay);
+  }
+}
+
+std::vector<StepTime> Program::times() const {
+  std::vector<StepTime> times;
+  for (size_t s = 0; s < steps_.size() && !taken_ns_.empty(); ++s) {
+    times.push_back({steps_[s]->kind(), 0});
+    for (size_t at = s; at < taken_ns_.size(); at += steps_.size()) times[s].taken_ns += taken_ns_[at];
+  }
+  return times;
 }
 
 // ---- steps over rows ----------------------------------------------------------------------------------------
@@ -178,6 +215,7 @@ struct EmbeddingStep final : RowStep {
   int out;
   const Matrix* matrix;
   EmbeddingStep(int out, const Matrix* matrix) : out(out), matrix(matrix) {}
+  const char* kind() const override { return "embedding"; }
   void run_row(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
     float* x = place(buffer, row, scratch);
@@ -191,6 +229,7 @@ struct NormStep final : RowStep {
   const float* weight;
   float eps;
   NormStep(int out, int x, const float* weight, float eps) : out(out), x(x), weight(weight), eps(eps) {}
+  const char* kind() const override { return "norm"; }
   void run_row(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
     float* y = place(buffer, row, scratch);
@@ -202,6 +241,7 @@ struct NormStep final : RowStep {
 struct AddStep final : RowStep {
   int out, x;
   AddStep(int out, int x) : out(out), x(x) {}
+  const char* kind() const override { return "add"; }
   void run_row(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(out);
     machine.kernels.add(row_of(buffer, row), row_of(machine.buffer(x), row), buffer.width);
@@ -212,6 +252,7 @@ struct AddStep final : RowStep {
 struct SiluGateStep final : RowStep {
   int out, x;
   SiluGateStep(int out, int x) : out(out), x(x) {}
+  const char* kind() const override { return "silu_gate"; }
   void run_row(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
     const float* gate = row_of(machine.buffer(x), row);
@@ -224,6 +265,7 @@ struct SiluGateStep final : RowStep {
 struct EncodeStep final : RowStep {
   int x;
   explicit EncodeStep(int x) : x(x) {}
+  const char* kind() const override { return "encode"; }
   void run_row(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(x);
     machine.kernels.encode(row_of(buffer, row), buffer.width, buffer.encoded, row, 0);
@@ -233,6 +275,7 @@ struct EncodeStep final : RowStep {
 struct AnglesStep final : RowStep {
   int rope;
   explicit AnglesStep(int rope) : rope(rope) {}
+  const char* kind() const override { return "angles"; }
   void run_row(Machine& machine, int row, float*) const override {
     Machine::Rope& r = machine.ropes[rope];
     const size_t n = r.frequencies.size(), at = row * n;
@@ -257,6 +300,7 @@ struct RopeStep final : RowStep {
   RopeStep(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan, int q_width)
       : x(x), rope(rope), num_heads(num_heads), head_size(head_size), interleaved(interleaved), layer(layer),
         plan(plan), q_width(q_width) {}
+  const char* kind() const override { return "rope"; }
   void run_row(Machine& machine, int row, float*) const override {
     const Machine::Rope& r = machine.ropes[rope];
     const size_t n = r.frequencies.size(), at = row * n;
@@ -269,6 +313,7 @@ struct RopeStep final : RowStep {
 struct WriteKVStep final : RowStep {
   int qkv, layer, plan, q_width;
   WriteKVStep(int qkv, int layer, int plan, int q_width) : qkv(qkv), layer(layer), plan(plan), q_width(q_width) {}
+  const char* kind() const override { return "write_kv"; }
   void run_row(Machine& machine, int row, float*) const override {
     keep_kv(machine, layer, plan, row_of(machine.buffer(qkv), row) + q_width, row);
   }
@@ -279,6 +324,7 @@ struct WriteKVStep final : RowStep {
 struct AttentionStep final : Step {
   int out, qkv, layer, plan;
   AttentionStep(int out, int qkv, int layer, int plan) : out(out), qkv(qkv), layer(layer), plan(plan) {}
+  const char* kind() const override { return "attention"; }
   int num_units(const Machine& machine) const override { return mainspring::num_units(*machine.plans[plan].plan); }
   void run(Machine& machine, int unit, int thread) const override {
     const Buffer &q = machine.buffer(qkv), &result = machine.buffer(out);
@@ -325,6 +371,7 @@ struct LinearStep final : Step {
   std::vector<Part> parts;
   Into into;
   LinearStep(int out, int x, std::vector<Part> parts, Into into) : out(out), x(x), parts(std::move(parts)), into(into) {}
+  const char* kind() const override { return into == Into::Add ? "linear_add" : "linear"; }
   int num_units(const Machine& machine) const override {
     int units = 0;
     for (const Part& part : parts) units += Cut(machine.num_rows, panels_of(*part.matrix)).count;
@@ -357,6 +404,7 @@ struct GatedStep final : Step {
   int out, x;
   const Matrix *gate, *up;
   GatedStep(int out, int x, const Matrix* gate, const Matrix* up) : out(out), x(x), gate(gate), up(up) {}
+  const char* kind() const override { return "gated"; }
   // Units of whole blocks of 32 columns, for they are encoded here.
   Cut cut(const Machine& machine) const { return Cut(machine.num_rows, panels_of(*gate)); }
   int num_units(const Machine& machine) const override { return cut(machine).count; }
@@ -388,6 +436,7 @@ struct ArgmaxStep final : Step {
   int x;
   const Matrix* head;
   ArgmaxStep(int x, const Matrix* head) : x(x), head(head) {}
+  const char* kind() const override { return "argmax"; }
   int num_groups() const { return (panels_of(*head) + kArgmaxPanels - 1) / kArgmaxPanels; }
   int num_units(const Machine& machine) const override {
     return num_groups() * ((machine.num_rows + kRowsPerUnit - 1) / kRowsPerUnit);

@@ -110,8 +110,16 @@ class Machine {
 class Step {
  public:
   virtual ~Step() = default;
+  virtual const char* kind() const = 0;  // for benchmarks
   virtual int num_units(const Machine&) const = 0;
   virtual void run(Machine&, int unit, int thread) const = 0;
+};
+
+// What the units of a step took in the last pass, of processor time of all threads together, so that a busy neighbour
+// is not counted.
+struct StepTime {
+  const char* kind;
+  int64_t taken_ns;
 };
 
 class Program {
@@ -124,9 +132,14 @@ class Program {
   void run();
   Machine& machine() { return *machine_; }
 
+  void keep_times(bool keep) { keeps_times_ = keep; }  // that of a unit takes longer by two readings of a clock
+  std::vector<StepTime> times() const;  // empty before a pass with times kept
+
  private:
   std::shared_ptr<Machine> machine_;
   std::vector<std::unique_ptr<Step>> steps_;
+  bool keeps_times_ = false;
+  std::vector<int64_t> taken_ns_;  // [threads][steps]
 };
 
 enum class Into { Store, Add };
