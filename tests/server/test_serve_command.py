@@ -30,7 +30,7 @@ SRC = Path(__file__).parents[2] / "src"
 def given(*argv: str):
     """What the command would serve with."""
     parser = serve._parser(argv)
-    namespace = parser.read([*serve._from_file(argv, parser), *argv])
+    namespace = parser.read(argv)
     return (
         EngineArgs.from_mapping(serve._engine_arguments(namespace)),
         serve.server_settings(namespace),
@@ -99,9 +99,10 @@ def test_flags_that_are_refused(argv, line, capsys):
     assert re.search(line, capsys.readouterr().err)
 
 
-def test_flags_without_effect_are_taken_and_told():
+def test_flags_without_effect_are_taken_and_told(capsys):
     _, _, namespace = given("--swap-space", "4", "--disable-log-requests", "--no-enable-sleep-mode", "m.gguf")
-    assert namespace.no_effect == ["--swap-space", "--disable-log-requests", "--no-enable-sleep-mode"]
+    flags = ["--swap-space", "--disable-log-requests", "--no-enable-sleep-mode"]
+    assert capsys.readouterr().err == "".join(f"{flag} has no effect here\n" for flag in flags)
     assert namespace.model_tag == "m.gguf"
 
 
@@ -155,6 +156,10 @@ def test_the_file(tmp_path):
         ("enable_prefix_caching: maybe", "enable_prefix_caching must be true or false, got 'maybe'"),
         ("config: other.yaml", "config has no place in a file"),
         ("help: true", "help has no place in a file"),
+        ("port: 1\nhost: a\nport: 2", "port is on line 1 and again on line 3; say it once"),
+        ("max_model_len: 1k\nmax-model-len: 2k", "max-model-len is on line 1 and again on line 2"),
+        ("{port: 1, port: 2}", "port is on line 1 and again on line 1"),
+        ("override_generation_config: {top_k: 1, top_k: 2}", "top_k is on line 1 and again on line 1"),
     ],
 )
 def test_files_that_are_refused(tmp_path, text, line):

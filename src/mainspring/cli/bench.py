@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import typing
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,6 +130,18 @@ SERVE_HELP = {
     "ready_check_timeout_sec": "seconds in which the server must answer at first",
     "server_pid": "process whose CPU time is counted; default: what /metrics shows",
 }
+SERVE_RARE = (
+    *(
+        "endpoint",
+        "header",
+        "num_warmups",
+        "burstiness",
+        "random_range_ratio",
+        "random_prefix_len",
+        "extra_body",
+    ),
+    *("metric_percentiles", "dataset_name", "ready_check_timeout_sec", "server_pid"),
+)
 
 
 def _serve(argv: list[str]) -> int:
@@ -140,10 +152,13 @@ def _serve(argv: list[str]) -> int:
         "--backend openai --max-concurrency 8 --goodput ttft:500 itl:50 --plot load.svg",
     )
     parser = Parser("bench serve", f"Measure {BENCHES['serve']}.", examples, argv)
+    parser.hides_flags = True
     group = parser.add_argument_group("the load")
     hints = typing.get_type_hints(LoadArgs)
     for setting in fields(LoadArgs):
         flag, help = "--" + setting.name.replace("_", "-"), SERVE_HELP[setting.name]
+        if setting.name in SERVE_RARE and not parser.show_all:
+            help = SUPPRESS
         match setting.name:
             case "goodput":
                 group.add_argument(flag, nargs="+", action="extend", metavar="NAME:MS", help=help)
@@ -154,7 +169,8 @@ def _serve(argv: list[str]) -> int:
             case _:
                 default = "on" if setting.default is True else setting.default
                 shown = "" if default in (None, MISSING) else f" (default: {default})"
-                add_flag(group, setting.name, hints[setting.name], help + shown)
+                shown = help if help is SUPPRESS else help + shown
+                add_flag(group, setting.name, hints[setting.name], shown)
     add_flag(group, "host", str, "where the server is, instead of --base-url")
     add_flag(group, "port", int, "and its port (default: 8000)")
     group = parser.add_argument_group("what comes of it")

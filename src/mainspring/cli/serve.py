@@ -1,7 +1,7 @@
 """`mainspring serve`: the OpenAI-compatible server, with the flags that users of vLLM know.
 
-Flags come from a file (`--config`), then from the command line, which wins. What has no effect here is taken
-with a warning; what cannot be had is refused with a sentence; what is unknown, with the nearest name.
+What becomes of vLLM's flags that are not there is in `vllm_flags.py`, the file of flags (`--config`) in
+`config_file.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mainspring.base.config import EngineArgs, EngineConfig
@@ -27,9 +26,8 @@ from mainspring.cli.dialect import (
     Parser,
     add_engine_flags,
     add_flag,
+    add_help_flag,
     engine_arguments,
-    json_object,
-    one_spelling,
 )
 from mainspring.server.settings import ServerSettings
 
@@ -42,55 +40,28 @@ EXAMPLES = (
     "--config server.yaml",
 )
 EVERYDAY = ("host", "port", "api_key", "served_model_name", "shutdown_timeout")
+# Where a setting is shown, if not with the others.
+OTHERS = "server"
+GROUPS = {
+    "connections": (
+        *("host", "port", "uds", "root_path", "max_request_bytes", "request_timeout"),
+        *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    ),
+    "clients": ("api_key", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+}
 # of the engine's settings: taken in another way here
 OURS = ("model", "served_model_name", "shutdown_timeout", "in_process")
 NEEDED = {"starlette": "starlette", "uvicorn": "uvicorn", "yaml": "pyyaml"}  # module -> what to install
 
-# vLLM's flags that change nothing here, with a value and without
-NO_EFFECT_VALUES = (
-    *("attention-backend", "compilation-config", "cpu-offload-gb", "cudagraph-capture-sizes", "max-log-len"),
-    *("model-impl", "optimization-level", "performance-mode", "prefix-caching-hash-algo", "swap-space"),
-    *("uvicorn-log-level", "max-seq-len-to-capture", "max-parallel-loading-workers", "api-server-count"),
-)
-NO_EFFECT_SWITCHES = (
-    *("disable-custom-all-reduce", "disable-log-requests", "enable-expert-parallel", "enable-log-requests"),
-    *("enable-per-request-metrics", "enable-request-id-headers", "enable-server-load-tracking"),
-    *("enable-sleep-mode", "use-tqdm-on-load", "disable-frontend-multiprocessing"),
-)
-# vLLM's flags of a server that are not there yet: what to say of them
-NOT_YET = {
-    **dict.fromkeys(
-        ("enable-auto-tool-choice", "tool-call-parser", "tool-parser-plugin", "tool-server"),
-        "tools are not supported yet; leave it out",
-    ),
-    **dict.fromkeys(("enable-lora", "lora-modules"), "adapters (LoRA) are not supported yet; leave it out"),
-    **dict.fromkeys(
-        ("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port", "headless", "nnodes"),
-        "many workers are not supported yet; leave it out",
-    ),
-    **dict.fromkeys(
-        ("middleware", "log-config-file", "chat-template-content-format", "fingerprint-mode"),
-        "is not supported yet; leave it out",
-    ),
-}
-
-
-class _ServeParser(Parser):
-    def explain_stranger(self, word: str) -> str:
-        name = word.partition("=")[0].removeprefix("--").removeprefix("no-")
-        return f"--{name}: {NOT_YET[name]}" if name in NOT_YET else super().explain_stranger(word)
-
 
 def run(argv: list[str]) -> int:
     parser = _parser(argv)
-    given = parser.read([*_from_file(argv, parser), *argv])
+    given = parser.read(argv)
     if missing := [name for module, name in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"mainspring serve needs more packages: pip install {' '.join(missing)}")
     settings = server_settings(given)
     args = EngineArgs.from_mapping(_engine_arguments(given))
     set_up_logging(None if given.quiet else "info")
-    for flag in given.no_effect:
-        _say(f"{flag} has no effect here")
     return _serve(args, settings)
 
 
@@ -181,49 +152,36 @@ def _say(words: str) -> None:
 
 
 def _parser(argv: Sequence[str]) -> Parser:
-    parser = _ServeParser("serve", "Serve a model to clients of the OpenAI API.", EXAMPLES, argv)
+    parser = Parser("serve", "Serve a model to clients of the OpenAI API.", EXAMPLES, argv)
     parser.usage = "%(prog)s [MODEL] [flags]"
     group = parser.add_argument_group("the model")
     group.add_argument("model_tag", nargs="?", metavar="MODEL", help="catalogue name or path of a GGUF file")
     add_flag(group, "model", str, "the same, as a flag")
-    group.add_argument("--config", metavar="FILE", help="a YAML file of flags; those given here go before it")
     _add_server_flags(parser)
-    add_engine_flags(parser, only=[f.name for f in fields(EngineArgs) if f.name not in OURS])
-    parser.hides_flags = True
+    add_engine_flags(parser, without=OURS)
     group = parser.add_argument_group("and")
     group.add_argument("--quiet", action="store_true", default=False, help="warnings and errors only")
-    group.add_argument("--help", "-h", action="help", help="this; --help=all shows every setting")
-    parser.set_defaults(no_effect=[])
-    for names, nargs in ((NO_EFFECT_VALUES, 1), (NO_EFFECT_SWITCHES, 0)):
-        for name in names:
-            forms = [f"--{name}"] if nargs else [f"--{name}", f"--no-{name}"]
-            group.add_argument(*forms, nargs=nargs, action=_NoEffect, help=argparse.SUPPRESS)
+    add_help_flag(group, parser)
     return parser
 
 
-class _NoEffect(argparse.Action):
-    """Notes that it was given."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        namespace.no_effect = [*namespace.no_effect, option_string]
-
-
 def _add_server_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("server")
     hints = typing.get_type_hints(ServerSettings)
+    title_of = {name: title for title, names in GROUPS.items() for name in names}
+    if not parser.show_all:
+        title_of = dict.fromkeys(title_of, OTHERS)
+    titles = dict.fromkeys(title_of.get(f.name, OTHERS) for f in fields(ServerSettings))
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for setting in fields(ServerSettings):
         kind, help = hints[setting.name], setting.metadata["help"]
         if isinstance(setting.default, int | float) and setting.default and "default" not in help:
             help += f" (default: {setting.default:g})"
         if setting.name not in EVERYDAY and not parser.show_all:
             help = argparse.SUPPRESS
-        flag = "--" + setting.name.replace("_", "-")
+        group = groups[title_of.get(setting.name, OTHERS)]
         if kind == list[str]:
+            flag = "--" + setting.name.replace("_", "-")
             group.add_argument(flag, action="extend", nargs="+", metavar="TEXT", help=help)
-        elif kind == dict[str, Any]:
-            group.add_argument(flag, type=json_object, metavar="JSON", help=help)
         else:
             add_flag(group, setting.name, kind, help)
 
@@ -268,82 +226,3 @@ def _engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
     for name in ("served_model_name", "shutdown_timeout"):  # the server's own
         found.pop(name, None)
     return {"disable_log_stats": False} | found
-
-
-# -- the file ------------------------------------------------------------------------------------------------
-
-
-def _from_file(argv: Sequence[str], parser: Parser) -> list[str]:
-    """The file's flags as words, without those that the command line has too. Raises `ConfigError`."""
-    words = one_spelling(argv)
-    at = next((i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")), None)
-    if at is None:
-        return []
-    _, equals, path = words[at].partition("=")
-    if not equals:
-        if at + 1 == len(words):
-            raise ConfigError("--config needs a file")
-        path = words[at + 1]
-    typed = {_bare(word) for word in words if word.startswith("--")}
-    found = _read(path)
-    for name, value in found.items():
-        if (wrong := _judged(name, value, parser)) is not None:
-            raise ConfigError(f"--config {path}: {name} {wrong}")
-    return [
-        word
-        for name, value in found.items()
-        if _bare(f"--{name}") not in typed
-        for word in _words(name, value)
-    ]
-
-
-def _judged(name: str, value: Any, parser: Parser) -> str | None:
-    """What is wrong with a line's value, where the words made of it would be misread."""
-    if name in ("config", "help"):
-        return "has no place in a file"
-    action = parser.flag("--" + name.replace("_", "-"))
-    if action is None or value is None:
-        return None  # a stranger is told as one
-    if action.nargs == 0 and not isinstance(value, bool):
-        return f"must be true or false, got {value!r}"
-    if action.nargs is None and isinstance(value, list | bool):
-        return f"takes one value, got {value!r}"
-    return None
-
-
-def _read(path: str) -> Mapping[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"--config {path} must have lines such as 'port: 8080'")
-    return {"model" if name == "model_tag" else name: value for name, value in found.items()}
-
-
-def _bare(word: str) -> str:
-    """A flag's name without its dress."""
-    name = word.partition("=")[0].removeprefix("--").replace("_", "-")
-    return name.removeprefix("no-")
-
-
-def _words(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    match value:
-        case None:
-            return []
-        case True:
-            return [flag]
-        case False:
-            return [f"--no-{flag.removeprefix('--')}"]
-        case list():
-            return [flag, *map(str, value)] if value else []
-        case dict():
-            return [f"{flag}={json.dumps(value)}"]
-    return [f"{flag}={value}"]

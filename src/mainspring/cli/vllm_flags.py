@@ -1,0 +1,143 @@
+"""vLLM's flags that no setting here answers to, and what becomes of each: the one table of the command line.
+
+A command line that works with vLLM shall work here where it means the same, and say so where it does not. A
+flag is looked up here only where the command has none of that name, so a row can go when its setting comes.
+What a program may pass is in `VLLM_ARGUMENTS` of `base/config.py`, which words most refusals here too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mainspring.base.config import VLLM_ARGUMENTS
+
+# Taken with a warning: with a value, and switches (which have a --no- form too).
+NO_EFFECT_VALUES = (
+    *(
+        "attention-backend",
+        "compilation-config",
+        "cpu-offload-gb",
+        "cudagraph-capture-sizes",
+        "disable-log-level",
+    ),
+    *(
+        "max-log-len",
+        "max-parallel-loading-workers",
+        "max-seq-len-to-capture",
+        "model-impl",
+        "numa-bind-nodes",
+    ),
+    *(
+        "optimization-level",
+        "performance-mode",
+        "prefix-caching-hash-algo",
+        "swap-space",
+        "uvicorn-log-level",
+    ),
+)
+NO_EFFECT_SWITCHES = (
+    *("disable-cascade-attn", "disable-custom-all-reduce", "disable-frontend-multiprocessing"),
+    *("disable-log-requests", "enable-expert-parallel", "enable-log-requests", "enable-per-request-metrics"),
+    *("enable-request-id-headers", "enable-server-load-tracking", "enable-sleep-mode", "numa-bind"),
+    *("use-tqdm-on-load",),
+)
+# What is done here anyway: these values are taken in silence, others refused.
+FITTING = {
+    "api-server-count": ("1",),
+    "config-format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "data-parallel-size-local": ("1",),
+    "device": ("auto", "cpu"),
+    "distributed-executor-backend": ("uni", "mp"),
+    "generation-config": ("vllm",),
+    "logprobs-mode": ("raw_logprobs",),
+    "nnodes": ("1",),
+    "node-rank": ("0",),
+    "runner": ("auto", "generate"),
+    "stream-interval": ("1",),
+    "tokenizer-mode": ("auto", "hf"),
+}
+# Refused: what is said after the flag.
+MANY_WORKERS = ": many workers are not supported yet; leave it out"
+TOOLS = ": tools are not supported yet; leave it out"
+ADAPTERS = ": adapters (LoRA) are not supported yet; leave it out"
+DRAFTS = ": draft tokens (speculative decoding) are not supported yet; leave it out"
+MEDIA = ": prompts are text here, images and sounds are not supported yet; leave it out"
+TRANSFER = ": KV transfer between machines is not supported yet; leave it out"
+REFUSED = {
+    **dict.fromkeys(
+        ("enable-auto-tool-choice", "tool-call-parser", "tool-parser-plugin", "tool-server"), TOOLS
+    ),
+    **dict.fromkeys(
+        ("enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype"), ADAPTERS
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "data-parallel-address",
+                "data-parallel-backend",
+                "data-parallel-rpc-port",
+                "data-parallel-start-rank",
+            ),
+            *(
+                "enable-eplb",
+                "eplb-config",
+                "headless",
+                "master-addr",
+                "master-port",
+                "ray-workers-use-nsight",
+            ),
+        ),
+        MANY_WORKERS,
+    ),
+    **dict.fromkeys(("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"), DRAFTS),
+    **dict.fromkeys(
+        ("limit-mm-per-prompt", "mm-processor-kwargs", "allowed-local-media-path", "media-io-kwargs"), MEDIA
+    ),
+    **dict.fromkeys(("kv-transfer-config", "kv-events-config", "ec-transfer-config"), TRANSFER),
+    **dict.fromkeys(
+        (
+            *(
+                "chat-template-content-format",
+                "collect-detailed-traces",
+                "fingerprint-mode",
+                "log-config-file",
+            ),
+            *(
+                "mamba-cache-dtype",
+                "mamba-ssm-cache-dtype",
+                "middleware",
+                "pooler-config",
+                "weight-transfer-config",
+            ),
+        ),
+        " is not supported yet; leave it out",
+    ),
+    "O": " has no effect here: kernels are compiled before; leave it out",
+    "log-level": ": give --verbose or --quiet, or set MAINSPRING_LOG_LEVEL in the environment",
+}
+
+
+class Foreign(NamedTuple):
+    """A flag that is taken although no setting answers to it."""
+
+    name: str  # without its hyphens
+    takes_value: bool
+    values: tuple[str, ...] | None  # those that are taken in silence; None: any, with a warning
+
+
+def foreign_flags() -> list[Foreign]:
+    return [
+        *(Foreign(name, True, None) for name in NO_EFFECT_VALUES),
+        *(Foreign(name, False, None) for name in NO_EFFECT_SWITCHES),
+        *(Foreign(name, True, values) for name, values in FITTING.items()),
+    ]
+
+
+def refusal(flag: str) -> str | None:
+    """What to say of a flag of vLLM's that cannot be had; None for one that vLLM does not have either."""
+    name = flag.lstrip("-").removeprefix("no-")
+    words = REFUSED.get(name)
+    if words is None and (known := VLLM_ARGUMENTS.get(name.replace("-", "_"))):
+        words = f" {known}"
+    return None if words is None else flag + words

@@ -1,0 +1,197 @@
+"""What may be typed: the dialect of vLLM's users, help that fits a screen, mistakes answered in a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from mainspring.base.errors import ConfigError
+from mainspring.cli import bench, main, program
+from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, add_flag, engine_arguments
+
+SCREEN = 40  # lines
+
+
+def parser(*argv: str) -> Parser:
+    made = Parser("test", "", (), argv)
+    add_flag(made.add_argument_group("objects"), "kwargs", dict[str, Any], "an object")
+    add_engine_flags(made)
+    add_common_flags(made)
+    return made
+
+
+def read(*argv: str) -> Any:
+    return parser(*argv).read(argv)
+
+
+# --- objects ------------------------------------------------------------------------------------------------
+
+
+def test_dots_reach_into_objects():
+    given = read("--kwargs.a_b", "1", "--kwargs.c.d=true", "--kwargs.c.e", "some text", "--kwargs.f={}")
+    assert given.kwargs == {"a_b": 1, "c": {"d": True, "e": "some text"}, "f": {}}
+
+
+def test_objects_given_in_pieces_are_one():
+    given = read("--kwargs", '{"a": {"x": 1}, "b": 2}', "--kwargs.a.y", "3", "--kwargs.b", "4")
+    assert given.kwargs == {"a": {"x": 1, "y": 3}, "b": 4}
+
+
+def test_a_dot_means_nothing_elsewhere():
+    assert read("--model", "a.b").model == "a.b"
+    with pytest.raises(ConfigError, match=r"unknown flag --seed\.x"):
+        read("--seed.x", "1")
+    with pytest.raises(ConfigError, match=r"--kwargs\.x: expected one argument"):
+        read("--kwargs.x")
+
+
+# --- the file, for every command that has an engine ---------------------------------------------------------
+
+
+def test_a_file_of_flags(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("max_model_len: 1k\nseed: 3\nkwargs: {a: {x: 1}}\n")
+    given = read("--config", str(path), "--seed", "4", "--kwargs.a.y", "2")
+    assert engine_arguments(given) == {"max_model_len": 1000, "seed": 4}
+    assert given.kwargs == {"a": {"x": 1, "y": 2}}
+
+
+def test_a_file_that_goes_in_circles_is_no_trouble(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("kwargs: &a\n  b: [*a]\n")
+    with pytest.raises(ConfigError, match="kwargs has something that is no JSON"):
+        read("--config", str(path))
+
+
+# --- vLLM's other flags -------------------------------------------------------------------------------------
+
+
+def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str]):
+    argv = ["--runner", "generate", "--tokenizer_mode=auto", "--nnodes", "1", "-q", "q8", "-tp", "1"]
+    assert engine_arguments(read(*argv)) == {"quantization": "q8", "tensor_parallel_size": 1}
+    assert capsys.readouterr().err == ""
+    read("--swap-space", "4", "--disable-log-requests")
+    said = "--swap-space has no effect here\n--disable-log-requests has no effect here\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--runner", "draft"], "--runner draft is not supported yet; give auto or generate"),
+        (
+            ["--distributed-executor-backend", "ray"],
+            "--distributed-executor-backend ray is not supported yet",
+        ),
+        (["--speculative-config", "{}"], "--speculative-config: draft tokens (speculative decoding) are not"),
+        (["-sc", "{}"], "-sc: draft tokens (speculative decoding) are not supported yet; leave it out"),
+        (
+            ["--kv-transfer-config", "{}"],
+            "--kv-transfer-config: KV transfer between machines is not supported",
+        ),
+        (["--max-loras=2"], "--max-loras: adapters (LoRA) are not supported yet; leave it out"),
+        (["--headless"], "--headless: many workers are not supported yet; leave it out"),
+        (["-O3"], "unknown flag -O3"),
+        (["--rope-scaling", "{}"], "--rope-scaling is not supported yet; leave it out"),
+    ],
+)
+def test_what_cannot_be_had_is_said_by_name(argv: list[str], line: str):
+    with pytest.raises(ConfigError) as refusal:
+        read(*argv)
+    assert str(refusal.value).startswith(line)
+
+
+# --- help ---------------------------------------------------------------------------------------------------
+
+COMMANDS = [[name] for name in program.COMMANDS if name != "bench"] + [
+    ["bench", name] for name in bench.BENCHES
+]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_a_screen(command: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]):
+    """The everyday help does, and of all flags each group."""
+    monkeypatch.setenv("COLUMNS", "100")
+    everyday = shown(capsys, *command, "--help").splitlines()
+    assert len(everyday) <= SCREEN + 10, "with the examples"
+    assert max(map(len, everyday)) <= 110
+    groups = json.loads(shown(capsys, *command, "--help=json"))["groups"]
+    for group in groups:
+        lines = shown(capsys, *command, f"--help={group['title']}").splitlines()
+        assert lines[0] == f"{group['title']}:"
+        assert len(lines) <= SCREEN, group["title"]
+        assert max(map(len, lines)) <= 100
+        assert all(flag["help"] for flag in group["flags"])
+
+
+def test_help_of_a_word(capsys: pytest.CaptureFixture[str]):
+    lines = shown(capsys, "generate", "--help=batched_tokens").splitlines()
+    assert lines[0] == "scheduling:"
+    assert re.match(" *--max-num-batched-tokens N ", lines[1])
+    assert len(lines) == 2
+    assert shown(capsys, "generate", "--help=--seed").splitlines()[1].startswith("  --seed N")
+    assert main(["generate", "--help=nonsense"]) == 2
+    assert "the groups are the text, choosing tokens" in capsys.readouterr().err
+
+
+def test_help_for_programs(capsys: pytest.CaptureFixture[str]):
+    found = json.loads(shown(capsys, "serve", "--help=json"))
+    flags = {name: flag for group in found["groups"] for flag in group["flags"] for name in flag["names"]}
+    assert found["command"] == "serve"
+    assert flags["--kernels"]["choices"] == ["auto", "native", "numpy"]
+    assert flags["--port"]["takes"] == "N"
+    assert flags["--enable-prefix-caching"] == flags["--no-enable-prefix-caching"]
+    assert flags["--enable-prefix-caching"]["takes"] is None
+    assert "--swap-space" not in flags
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+WRONG = {
+    "generat": "did you mean generate?",
+    "sevre": "did you mean serve?",
+    "bench thruput": "did you mean throughput?",
+    "generate --promt hello": "did you mean --prompt?",
+    "generate --prompt a --max_token 5": "did you mean --max-tokens?",
+    "generate --prompt a --tempreature 0": "did you mean --temperature?",
+    "generate --prompt a -max-tokens 5": "did you mean --max-tokens?",
+    "generate --prompt a --kernels=natve": "did you mean native?",
+    "generate --prompt a --max-tokens many": "expected a whole number such as 512",
+    "generate --prompt a --temperature warm": "expected a number such as 0.7",
+    "generate --prompt a --no-temperature": "did you mean --temperature?",
+    "generate --prompt a --logit-bias 5": "expected a JSON object",
+    "generate --prompt": "--prompt: expected one argument",
+    "generate hello": "'hello' belongs to no flag",
+    "chat --sytem x": "did you mean --system?",
+    "chat --prompt a --kv-cache-dtype flaot16": "did you mean float16?",
+    "serve --prot 80": "did you mean --port?",
+    "serve --max-models-len 5": "did you mean --max-model-len?",
+    "serve --tensor-paralel-size 2": "did you mean --tensor-parallel-size?",
+    "serve --api_keys a": "did you mean --api-key?",
+    "serve --scheduling-policy fifo": "there are fcfs, priority",
+    "serve --enable-lora": "adapters (LoRA) are not supported yet",
+    "pull smollm-135m": "did you mean smollm2-135m?",
+    "doctor --modle x": "did you mean --model?",
+    "cache --claer": "did you mean --clear?",
+    "bench throughput --repeat 3": "did you mean --repeats?",
+    "bench serve --num-prompt 3": "did you mean --num-prompts?",
+    "bench startup --repeats 0": "--repeats 0 must be at least 1",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_answered_in_a_line(line: str, capsys: pytest.CaptureFixture[str]):
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mainspring: ")
+    assert err.count("\n") == 1
+    assert WRONG[line] in err
