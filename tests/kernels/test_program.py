@@ -33,7 +33,7 @@ LAYER = [
     Call("add", ("hidden", "branch")),
     Call("rms_norm", ("normed", "hidden", "norm", 1e-5)),
     Call("linear", ("gate_up", "normed", "gate_up")),
-    Call("silu_gate", ("activated", "gate_up")),
+    Call("gate", ("activated", "gate_up", "silu")),
     Call("linear", ("branch", "activated", "w_down")),
     Call("all_reduce", ("branch",)),
     Call("add", ("hidden", "branch")),
@@ -135,12 +135,12 @@ def test_gates_that_are_no_two_equal_stacks_of_blocks_are_not_fused(handle: str)
     calls = [
         Call("embedding", ("x", "e")),
         Call("linear", ("gate_up", "x", handle)),
-        Call("silu_gate", ("activated", "gate_up")),
+        Call("gate", ("activated", "gate_up", "silu")),
     ]
     assert ops(record(calls, weights(False), given=None, kept="activated")) == [
         "embedding",
         "linear",
-        "silu_gate",
+        "gate",
     ]
 
 

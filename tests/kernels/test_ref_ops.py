@@ -93,11 +93,11 @@ def test_add(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("width", [1, 7, 64])
-def test_silu_gate(rows: int, width: int) -> None:
+def test_gate(rows: int, width: int) -> None:
     """Also far from zero, where exp() overflows: silu is 0 there, not NaN."""
     x = random(rows, 2 * width) * np.float32(60.0)
     ops = ops_with(x=2 * width, out=width)
-    ops.run_rows("x", x, lambda o: o.silu_gate("out", "x"))
+    ops.run_rows("x", x, lambda o: o.gate("out", "x", "silu"))
     gate, up = x[:, :width].astype(float), x[:, width:].astype(float)
     expected = [
         [g / (1 + np.exp(-g)) * u for g, u in zip(*r, strict=True)] for r in zip(gate, up, strict=True)
@@ -167,7 +167,7 @@ def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int) -> No
 
     def fill_and_turn(o: RefOps) -> None:
         o.read("x")[...] = x
-        o.rope("x", "f", heads, size, interleaved)
+        o.rope("x", "f", heads, size, interleaved, 1.0)
 
     ops.run(batch, fill_and_turn)
     expected = x.astype(float)
@@ -371,9 +371,9 @@ def test_groups_of_different_heads_share_a_pool() -> None:
         lambda o: o.linear("a", "b", "w"),
         lambda o: o.rms_norm("a", "a", "w", 1e-5),
         lambda o: o.add("a", "b"),
-        lambda o: o.silu_gate("a", "b"),
-        lambda o: o.rope("a", "f", 2, 4, True),
-        lambda o: o.rope("a", "f", 1, 2, True),
+        lambda o: o.gate("a", "b", "silu"),
+        lambda o: o.rope("a", "f", 2, 4, True, 1.0),
+        lambda o: o.rope("a", "f", 1, 2, True, 1.0),
         lambda o: o.write_kv(0, "a", AttentionShape(1, 1, 3, 1.0)),
         lambda o: o.attention("b", 0, "a", AttentionShape(1, 1, 2, 1.0)),
         lambda o: o.attention("c", 0, "a", AttentionShape(1, 1, 2, 1.0, sliding_window=2, causal=False)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
 from mainspring.models.families import from_gguf
 from mainspring.models.loader import load_model
-from mainspring.models.weights import check_tensors, load_weights
+from mainspring.models.weights import load_weights, rope_handle, tensors_of
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -91,7 +91,7 @@ def loaded(
     source: FakeSource, metadata: dict[str, Any] = METADATA, memory_bytes: int | None = None
 ) -> Decoder:
     model = from_gguf(metadata, source)
-    check_tensors(model, source)
+    tensors_of(model, source)
     decoder = Decoder(model.spec, RefOps())
     decoder.weights_form = load_weights(model, source, decoder.ops, memory_bytes=memory_bytes)
     decoder.initialize_kv(kv_config(decoder))
@@ -145,9 +145,9 @@ def test_q_and_k_are_turned_in_neighbouring_pairs() -> None:
         rope = type(layer.attn.rope)(layer.attn.rope.rotary_dim, layer.attn.rope.theta, interleaved=False)
         attn = type(layer.attn)(4, 2, 16, rope)
         halves.append(type(layer)(attn, layer.mlp))
-    spec = type(model.spec)("llama", 256, 64, 128, 1e-5, tuple(halves), True)
+    spec = replace(model.spec, layers=tuple(halves))
     decoder = Decoder(spec, RefOps())
-    load_weights(model._replace(spec=spec), source, decoder.ops)
+    load_weights(replace(model, spec=spec), source, decoder.ops)
     decoder.initialize_kv(kv_config(decoder))
     np.testing.assert_allclose(logits_of(decoder, [9], [[9]])[0], expected, rtol=1e-4, atol=1e-5)
 
@@ -157,7 +157,7 @@ def test_rope_factors_divide_the_frequencies() -> None:
     source = FakeSource()
     source.values["rope_freqs.weight"] = np.arange(1, 9, dtype=np.float32)
     decoder = loaded(source)
-    frequencies = decoder.ops._weights["rope.16.1000.factors"]
+    frequencies = decoder.ops._weights[rope_handle(decoder.spec.layers[0].attn.rope)]
     np.testing.assert_allclose(frequencies, 1000.0 ** (-np.arange(8) / 8) / np.arange(1, 9), rtol=1e-7)
     assert frequencies.dtype == np.float64
 
@@ -185,7 +185,7 @@ def test_blas_threads_can_be_set() -> None:
         ({"general.architecture": ["llama"]}, "architecture ['llama'] is not supported yet"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0"),
-        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
+        ({"llama.attention.sliding_window": -1}, "llama.attention.sliding_window is -1"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.something_new": [1, 2]}, "llama.something_new is"),
         ({"llama.attention.head_count": 5}, "llama.attention.head_count is 5; expected a divisor"),

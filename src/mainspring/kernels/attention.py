@@ -175,6 +175,10 @@ def attend(
             np.matmul(keys[:, :, None], query[..., None], out=scores[..., None])
         else:
             np.matmul(query, keys.swapaxes(-1, -2), out=scores)
+        if shape.soft_cap:
+            scores /= np.float32(shape.soft_cap)
+            np.tanh(scores, out=scores)
+            scores *= np.float32(shape.soft_cap)
         if span.hidden is not None:
             np.copyto(scores.reshape(*heads, span.num_keys), -np.inf, where=span.hidden)
         span_peak = np.maximum(scores.max(axis=-1, keepdims=True), LOWEST)

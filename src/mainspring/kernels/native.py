@@ -283,7 +283,7 @@ class NativeOps:
             shape.head_size,
             shape.scale,
             shape.sliding_window or 0,
-            0.0,
+            shape.soft_cap,
             shape.causal,
         )
         return plan
@@ -307,7 +307,8 @@ class NativeOps:
     def _add_linear_add(self, program: Any, out: Storage, x: Storage, weight: str) -> None:
         self._add_linear(program, out, x, weight, add=True)
 
-    def _add_gated(self, program: Any, out: Storage, x: Storage, weight: str) -> None:
+    def _add_gated(self, program: Any, out: Storage, x: Storage, weight: str, activation: str) -> None:
+        _only("gate", activation, "silu")
         gate, up = self._parts(weight)
         program.gated(self._place(out), self._place(x), gate, up)
 
@@ -318,15 +319,24 @@ class NativeOps:
     def _add_add(self, program: Any, out: Storage, x: Storage) -> None:
         program.add(self._place(out), self._place(x))
 
-    def _add_silu_gate(self, program: Any, out: Storage, x: Storage) -> None:
+    def _add_gate(self, program: Any, out: Storage, x: Storage, activation: str) -> None:
+        _only("gate", activation, "silu")
         program.silu_gate(self._place(out), self._place(x))
 
     def _add_encode(self, program: Any, x: Storage) -> None:
         program.encode(self._place(x))
 
     def _add_rope(
-        self, program: Any, x: Storage, freqs: str, num_heads: int, head_size: int, interleaved: bool
+        self,
+        program: Any,
+        x: Storage,
+        freqs: str,
+        num_heads: int,
+        head_size: int,
+        interleaved: bool,
+        amplitude: float,
     ) -> None:
+        _only("rope", amplitude, 1.0)
         program.rope(self._place(x), self._rope(freqs), num_heads, head_size, interleaved)
 
     def _add_rope_write(
@@ -337,9 +347,11 @@ class NativeOps:
         num_heads: int,
         head_size: int,
         interleaved: bool,
+        amplitude: float,
         layer: int,
         shape: AttentionShape,
     ) -> None:
+        _only("rope", amplitude, 1.0)
         program.rope(
             self._place(x),
             self._rope(freqs),
@@ -369,6 +381,11 @@ class _Loaded(NamedTuple):
     num_columns: int  # of an argmax
 
 
+def _only(op: str, value: object, known: object) -> None:
+    if value != known:
+        raise NotImplementedError(f"{op} with {value} has no native kernel")
+
+
 def _function(walk: Walk) -> object:
     """A walk without the model whose method it is: that holds this backend, and in a cycle neither would go,
     nor its memory, before the garbage collector found them."""
@@ -384,7 +401,7 @@ def _words(mask: Ints, num_words: int) -> Ints:
 
 def _last_written(calls: Sequence[contract.Call]) -> str:
     for call in reversed(calls):
-        if call.op in ("rms_norm", "linear", "add", "silu_gate", "attention", "embedding"):
+        if call.op in ("rms_norm", "linear", "add", "gate", "attention", "embedding"):
             buffer: str = call.operands[0]
             return buffer
     raise NotImplementedError("a walk that writes no buffer")

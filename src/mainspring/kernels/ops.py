@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from mainspring.base.messages import KVCacheConfig
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Walk = Callable[["Ops"], None]
+# x * sigmoid(x); x * (the normal distribution up to x), exact or by its usual form with tanh
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class AttentionShape(NamedTuple):
     scale: float  # of the dot products
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
     causal: bool = True  # False: a token sees all of its request
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(scores / soft_cap), unless 0
 
     @property
     def q_width(self) -> int:
@@ -139,8 +142,20 @@ class Ops(Protocol):
     def embedding(self, out: str, weight: str) -> None:
         """out[t] = weight[token_ids[t]]; weight [vocabulary, width of out]."""
 
+    def add_position(self, out: str, weight: str) -> None:
+        """out[t] += weight[positions[t]]; weight [positions, width of out]."""
+
     def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
-        """out = x / sqrt(mean(x * x) + eps) * weight, row by row; weight [width]."""
+        """out = x / sqrt(mean(x * x) + eps) * weight, row by row; weight [width]. out may be x."""
+
+    def layer_norm(self, out: str, x: str, weight: str, bias: str, eps: float) -> None:
+        """out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row. out may be x."""
+
+    def head_norm(self, x: str, first: int, num_heads: int, weight: str, eps: float) -> None:
+        """`rms_norm`, in place, of each of `num_heads` neighbouring pieces of a row, as long as the weight.
+
+        The first begins at element `first`.
+        """
 
     def linear(self, out: str, x: str, weight: str) -> None:
         """out = x @ weight.T; weight [width of out, width of x]."""
@@ -148,11 +163,25 @@ class Ops(Protocol):
     def add(self, out: str, x: str) -> None:
         """out += x."""
 
-    def silu_gate(self, out: str, x: str) -> None:
-        """out = silu(a) * b, where x is [a | b]."""
+    def add_bias(self, x: str, bias: str) -> None:
+        """x += bias, row by row; bias [width]."""
 
-    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
-        """Turn, in place, the first `num_heads` heads of every row by position * freqs.
+    def scale(self, x: str, factor: float) -> None:
+        """x *= factor."""
+
+    def soft_cap(self, x: str, cap: float) -> None:
+        """x = cap * tanh(x / cap)."""
+
+    def activate(self, out: str, x: str, activation: Activation) -> None:
+        """out = activation(x)."""
+
+    def gate(self, out: str, x: str, activation: Activation) -> None:
+        """out = activation(a) * b, where x is [a | b]."""
+
+    def rope(
+        self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float
+    ) -> None:
+        """Turn, in place, the first `num_heads` heads of every row by position * freqs, and stretch them.
 
         The i-th of the n frequencies turns elements (2i, 2i + 1) of a head if `interleaved`, else (i, n + i).
         Elements from 2n on stay as they are.
@@ -217,6 +246,17 @@ def check_embedding(out_width: int, weight: tuple[int, ...]) -> None:
 
 def check_norm(out_width: int, x_width: int, weight: tuple[int, ...]) -> None:
     assert weight == (out_width,) == (x_width,), f"weight {weight} for {x_width} -> {out_width}"
+
+
+def check_vector(x_width: int, vector: tuple[int, ...]) -> None:
+    assert vector == (x_width,), f"vector {vector} for rows of {x_width}"
+
+
+def check_head_norm(x_width: int, first: int, num_heads: int, weight: tuple[int, ...]) -> None:
+    assert len(weight) == 1, f"weight {weight} of heads"
+    assert first + num_heads * weight[0] <= x_width, (
+        f"{num_heads} of {weight[0]} from {first} on in {x_width}"
+    )
 
 
 def check_same(out_width: int, x_width: int) -> None:
@@ -302,9 +342,22 @@ class Recorder:
         check_embedding(self.widths[out], self.weights[weight])
         self._note("embedding", out, weight)
 
+    def add_position(self, out: str, weight: str) -> None:
+        check_embedding(self.widths[out], self.weights[weight])
+        self._note("add_position", out, weight)
+
     def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
         check_norm(self.widths[out], self.widths[x], self.weights[weight])
         self._note("rms_norm", out, x, weight, eps)
+
+    def layer_norm(self, out: str, x: str, weight: str, bias: str, eps: float) -> None:
+        check_norm(self.widths[out], self.widths[x], self.weights[weight])
+        check_vector(self.widths[x], self.weights[bias])
+        self._note("layer_norm", out, x, weight, bias, eps)
+
+    def head_norm(self, x: str, first: int, num_heads: int, weight: str, eps: float) -> None:
+        check_head_norm(self.widths[x], first, num_heads, self.weights[weight])
+        self._note("head_norm", x, first, num_heads, weight, eps)
 
     def linear(self, out: str, x: str, weight: str) -> None:
         check_linear(self.widths[out], self.widths[x], self.weights[weight])
@@ -314,13 +367,29 @@ class Recorder:
         check_same(self.widths[out], self.widths[x])
         self._note("add", out, x)
 
-    def silu_gate(self, out: str, x: str) -> None:
-        check_gate(self.widths[out], self.widths[x])
-        self._note("silu_gate", out, x)
+    def add_bias(self, x: str, bias: str) -> None:
+        check_vector(self.widths[x], self.weights[bias])
+        self._note("add_bias", x, bias)
 
-    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
+    def scale(self, x: str, factor: float) -> None:
+        self._note("scale", x, factor)
+
+    def soft_cap(self, x: str, cap: float) -> None:
+        self._note("soft_cap", x, cap)
+
+    def activate(self, out: str, x: str, activation: Activation) -> None:
+        check_same(self.widths[out], self.widths[x])
+        self._note("activate", out, x, activation)
+
+    def gate(self, out: str, x: str, activation: Activation) -> None:
+        check_gate(self.widths[out], self.widths[x])
+        self._note("gate", out, x, activation)
+
+    def rope(
+        self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float
+    ) -> None:
         check_rope(self.widths[x], num_heads, head_size, self.weights[freqs])
-        self._note("rope", x, freqs, num_heads, head_size, interleaved)
+        self._note("rope", x, freqs, num_heads, head_size, interleaved, amplitude)
 
     def write_kv(self, layer: int, qkv: str, shape: AttentionShape) -> None:
         check_kv(self.widths[qkv], shape)

@@ -50,11 +50,11 @@ class Weights(NamedTuple):
 
 BLOCK = 32  # columns that are encoded together
 IN_PLACE = {"add": 0, "rope": 0, "linear_add": 0, "rope_write": 0, "encode": 0}  # the operand that is changed
-WRITES = {"embedding": 0, "rms_norm": 0, "linear": 0, "silu_gate": 0, "gated": 0, "attention": 0}
+WRITES = {"embedding": 0, "rms_norm": 0, "linear": 0, "gate": 0, "gated": 0, "attention": 0}
 READS = {  # the operands that are read as floats
     "rms_norm": (1,),
     "add": (0, 1),
-    "silu_gate": (1,),
+    "gate": (1,),
     "rope": (0,),
     "rope_write": (0,),
     "write_kv": (1,),
@@ -62,7 +62,7 @@ READS = {  # the operands that are read as floats
     "linear_add": (0,),
 }
 PRODUCTS = {"linear": (1, 2), "linear_add": (1, 2), "gated": (1, 2), "argmax": (0, 1)}  # (input, weight)
-ENCODE_THEMSELVES = {"embedding", "rms_norm", "add", "silu_gate", "gated", "attention"}
+ENCODE_THEMSELVES = {"embedding", "rms_norm", "add", "gate", "gated", "attention"}
 
 
 def record(calls: Sequence[Call], weights: Weights, *, given: str | None, kept: str | None) -> Recorded:
@@ -114,18 +114,18 @@ def _fuse_adds(calls: list[Call]) -> list[Call]:
 
 
 def _fuse_gates(calls: list[Call], weights: Weights) -> list[Call]:
-    """linear(g, x, w); silu_gate(out, g): gated(out, x, w), where nothing else reads g."""
+    """linear(g, x, w); gate(out, g, activation): gated(out, x, w, activation), where nothing else reads g."""
 
     def fused(first: Call, second: Call, rest: Sequence[Call]) -> Call | None:
-        if first.op != "linear" or second.op != "silu_gate":
+        if first.op != "linear" or second.op != "gate":
             return None
         gate_up, x, weight = first.operands
-        out, source = second.operands
+        out, source, activation = second.operands
         parts = weights.part_rows(weight)
         halves = len(parts) == 2 and parts[0] == parts[1] and parts[0] % BLOCK == 0
         if source != gate_up or out == x or not halves or not _is_dead(gate_up, rest):
             return None
-        return Call("gated", (out, x, weight))
+        return Call("gated", (out, x, weight, activation))
 
     return _pairs(calls, fused)
 

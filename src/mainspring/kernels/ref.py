@@ -10,13 +10,15 @@ Theory of operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.messages import KVCacheConfig
 from mainspring.kernels import ops as contract
 from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
-from mainspring.kernels.ops import AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
+from mainspring.kernels.ops import Activation, AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
 
 # Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product
 # per row wins, if the matrix stays in the cache between; then weights on the left; then rows on the left.
@@ -44,7 +46,7 @@ class RefOps:
         self._batch: Batch | None = None
         self._views: dict[str, Floats] = {}
         self._plans: dict[tuple[int, AttentionShape], list[Tile]] = {}
-        self._turns: dict[str, npt.NDArray[np.complex64]] = {}
+        self._turns: dict[tuple[str, float], npt.NDArray[np.complex64]] = {}
 
     # Set-up.
 
@@ -111,12 +113,29 @@ class RefOps:
         contract.check_embedding(rows.shape[1], table.shape)
         rows[...] = table[self._step.token_ids]
 
+    def add_position(self, out: str, weight: str) -> None:
+        rows, table = self._views[out], self._matrix(weight)
+        contract.check_embedding(rows.shape[1], table.shape)
+        rows += table[self._step.positions]
+
     def rms_norm(self, out: str, x: str, weight: str, eps: float) -> None:
         rows, source, scale = self._views[out], self._views[x], self._matrix(weight)
         contract.check_norm(rows.shape[1], source.shape[1], scale.shape)
-        squares = np.einsum("tw,tw->t", source, source)
-        np.multiply(source, (1.0 / np.sqrt(squares / source.shape[1] + np.float32(eps)))[:, None], out=rows)
-        rows *= scale
+        _rms_norm(rows, source, scale, eps)
+
+    def layer_norm(self, out: str, x: str, weight: str, bias: str, eps: float) -> None:
+        rows, source, scale = self._views[out], self._views[x], self._matrix(weight)
+        contract.check_norm(rows.shape[1], source.shape[1], scale.shape)
+        np.subtract(source, source.mean(axis=1, keepdims=True), out=rows)
+        _rms_norm(rows, rows, scale, eps)
+        rows += self._matrix(bias)
+
+    def head_norm(self, x: str, first: int, num_heads: int, weight: str, eps: float) -> None:
+        source, scale = self._views[x], self._matrix(weight)
+        contract.check_head_norm(source.shape[1], first, num_heads, scale.shape)
+        for start in range(first, first + num_heads * len(scale), len(scale)):
+            head = source[:, start : start + len(scale)]
+            _rms_norm(head, head, scale, eps)
 
     def linear(self, out: str, x: str, weight: str) -> None:
         rows, source, matrix = self._views[out], self._views[x], self._matrix(weight)
@@ -135,23 +154,41 @@ class RefOps:
         contract.check_same(rows.shape[1], source.shape[1])
         rows += source
 
-    def silu_gate(self, out: str, x: str) -> None:
+    def add_bias(self, x: str, bias: str) -> None:
+        rows, vector = self._views[x], self._matrix(bias)
+        contract.check_vector(rows.shape[1], vector.shape)
+        rows += vector
+
+    def scale(self, x: str, factor: float) -> None:
+        self._views[x][...] *= np.float32(factor)
+
+    def soft_cap(self, x: str, cap: float) -> None:
+        rows = self._views[x]
+        rows /= np.float32(cap)
+        np.tanh(rows, out=rows)
+        rows *= np.float32(cap)
+
+    def activate(self, out: str, x: str, activation: Activation) -> None:
+        rows, source = self._views[out], self._views[x]
+        contract.check_same(rows.shape[1], source.shape[1])
+        ACTIVATIONS[activation](source, rows)
+
+    def gate(self, out: str, x: str, activation: Activation) -> None:
         rows, source = self._views[out], self._views[x]
         width = rows.shape[1]
         contract.check_gate(width, source.shape[1])
-        gate, up = source[:, :width], source[:, width:]
-        np.exp(np.negative(gate, out=rows), out=rows)
-        rows += 1.0
-        np.divide(gate, rows, out=rows)
-        rows *= up
+        ACTIVATIONS[activation](source[:, :width], rows)
+        rows *= source[:, width:]
 
-    def rope(self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool) -> None:
+    def rope(
+        self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float
+    ) -> None:
         source, frequencies = self._views[x], self._matrix(freqs)
         contract.check_rope(source.shape[1], num_heads, head_size, frequencies.shape)
-        turns = self._turns.get(freqs)
+        turns = self._turns.get((freqs, amplitude))
         if turns is None:
             angles = self._step.positions[:, None, None] * frequencies
-            turns = self._turns[freqs] = np.exp(1j * angles).astype(np.complex64)
+            turns = self._turns[freqs, amplitude] = (amplitude * np.exp(1j * angles)).astype(np.complex64)
         n = len(frequencies)
         heads = source[:, : num_heads * head_size].reshape(len(source), num_heads, head_size)
         if interleaved:
@@ -220,3 +257,52 @@ class RefOps:
             value.fill(array)
             return array
         return value
+
+
+def _rms_norm(out: Floats, x: Floats, scale: Floats, eps: float) -> None:
+    """out may be x."""
+    squares = np.einsum("tw,tw->t", x, x)
+    np.multiply(x, (1.0 / np.sqrt(squares / x.shape[1] + np.float32(eps)))[:, None], out=out)
+    out *= scale
+
+
+def _silu(x: Floats, out: Floats) -> None:
+    np.exp(np.negative(x, out=out), out=out)
+    out += 1.0
+    np.divide(x, out, out=out)
+
+
+def _gelu(x: Floats, out: Floats) -> None:
+    np.copyto(out, x * (0.5 + 0.5 * _error_function(x.astype(np.float64) * 0.5**0.5)))
+
+
+def _gelu_tanh(x: Floats, out: Floats) -> None:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    inner = x * (np.float32(0.7978845608028654) * (1.0 + np.float32(0.044715) * x * x))
+    np.multiply(x, 0.5 * (1.0 + np.tanh(inner)), out=out)
+
+
+def _error_function(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """erf, which numpy lacks: Abramowitz and Stegun 7.1.5 (series) below 2, 7.1.14 (continued fraction) from
+    there on; within 1e-14.
+    """
+    size = np.minimum(np.abs(x), 6.0)  # 1 - erf(6) is below 1e-16
+    square = size * size
+    near = term = np.minimum(size, 2.0)
+    for n in range(1, 40):
+        term = term * -np.minimum(square, 4.0) / n
+        near = near + term / (2 * n + 1)
+    far = np.maximum(size, 2.0)
+    fraction = far
+    for n in range(60, 0, -1):
+        fraction = far + 0.5 * n / fraction
+    tail = 1.0 - np.exp(-far * far) / (fraction * np.pi**0.5)
+    result: npt.NDArray[np.float64] = np.copysign(np.where(size < 2.0, near * (2.0 / np.pi**0.5), tail), x)
+    return result
+
+
+ACTIVATIONS: dict[Activation, Callable[[Floats, Floats], None]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}

@@ -1,8 +1,8 @@
 """The forward pass of a decoder, written once against the `Ops` contract.
 
-A layer is x += attention(norm(x)), then x += mlp(norm(x)), on a residual stream `hidden`. Ranks that hold a
-share of the heads and of the MLP's width add up their branches (`all_reduce`); ranks that hold a share of the
-vocabulary put their logits side by side (`all_gather`). For one rank both are nothing.
+A layer is an attention and then an MLP, each a branch beside a residual stream `hidden` (see `LayerSpec`).
+Ranks that hold a share of the heads and of the MLP's width add up their branches (`all_reduce`); ranks that
+hold a share of the vocabulary put their logits side by side (`all_gather`). For one rank both are nothing.
 
 `_layers` and `_head` are walks: they issue the same operations for every batch, because they see none.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
-from mainspring.models.spec import ModelSpec
+from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, ModelSpec
 from mainspring.models.weights import rope_handle
 
 Greedy = Callable[..., tuple[Ints, Floats]]
@@ -52,7 +52,7 @@ class Decoder:
         A view, valid until the next `forward`.
         """
         self.ops.run(batch, self._layers)
-        return self.ops.read("normed")
+        return self.ops.read("normed" if self.spec.output_norm else "hidden")
 
     def logits(self, hidden_rows: Floats) -> Floats:
         """The logits [S, vocab] of S chosen rows of what `forward` gave: a view, valid until the next call.
@@ -80,35 +80,93 @@ class Decoder:
         return None if make is None else make(self.vocab_size)
 
     def _layers(self, ops: Ops) -> None:
+        spec = self.spec
         ops.embedding("hidden", "embedding")
-        for index, layer in enumerate(self.spec.layers):
+        if spec.embedding_scale != 1.0:
+            ops.scale("hidden", spec.embedding_scale)
+        if spec.num_positions:
+            ops.add_position("hidden", "positions")
+        if spec.embedding_bias:
+            ops.add_bias("hidden", "embedding.bias")
+        if spec.embedding_norm:
+            self._norm(ops, "hidden", "hidden", "embedding_norm")
+        for index, layer in enumerate(spec.layers):
             at = f"layers.{index}."
-            attn, shape = layer.attn, layer.attn.shape
-            ops.rms_norm("normed", "hidden", at + "attn_norm", self.spec.norm_eps)
-            ops.linear("qkv", "normed", at + "wqkv")
-            ops.rope(
-                "qkv",
-                rope_handle(attn.rope),
-                attn.num_heads + attn.num_kv_heads,
-                attn.head_size,
-                attn.rope.interleaved,
-            )
-            ops.write_kv(index, "qkv", shape)
-            ops.attention("attended", index, "qkv", shape)
-            ops.linear("branch", "attended", at + "wo")
-            ops.all_reduce("branch")
-            ops.add("hidden", "branch")
+            self._attention(ops, index, layer.attn, self._before(ops, layer, at + "attn_norm"))
+            self._after(ops, layer, at + "attn_post_norm")
+            self._mlp(ops, at, layer.mlp, self._before(ops, layer, at + "mlp_norm"))
+            self._after(ops, layer, at + "mlp_post_norm")
+        if spec.output_norm:
+            self._norm(ops, "normed", "hidden", "output_norm")
 
-            ops.rms_norm("normed", "hidden", at + "mlp_norm", self.spec.norm_eps)
-            ops.linear("gate_up", "normed", at + "w_gate_up")
-            ops.silu_gate("activated", "gate_up")
-            ops.linear("branch", "activated", at + "w_down")
-            ops.all_reduce("branch")
-            ops.add("hidden", "branch")
-        ops.rms_norm("normed", "hidden", "output_norm", self.spec.norm_eps)
+    def _before(self, ops: Ops, layer: LayerSpec, norm: str) -> str:
+        """The buffer that a branch reads."""
+        if not layer.norm_before:
+            return "hidden"
+        self._norm(ops, "normed", "hidden", norm)
+        return "normed"
+
+    def _after(self, ops: Ops, layer: LayerSpec, norm: str) -> None:
+        """What a branch gave joins the residual stream."""
+        if layer.norm_after:
+            self._norm(ops, "branch", "branch", norm)
+        if layer.residual_scale != 1.0:
+            ops.scale("branch", layer.residual_scale)
+        ops.add("hidden", "branch")
+        if layer.norms == "sum":
+            self._norm(ops, "hidden", "hidden", norm)
+
+    def _attention(self, ops: Ops, index: int, attn: AttnSpec, x: str) -> None:
+        at, shape = f"layers.{index}.", attn.shape
+        self._product(ops, "qkv", x, at + "wqkv", attn.qkv_bias)
+        if attn.qk_norm is not None:
+            num_q, num_k = (attn.num_heads, attn.num_kv_heads) if attn.qk_norm == "head" else (1, 1)
+            ops.head_norm("qkv", 0, num_q, at + "q_norm", self.spec.norm.eps)
+            ops.head_norm("qkv", attn.q_width, num_k, at + "k_norm", self.spec.norm.eps)
+        if (rope := attn.rope) is not None:
+            heads = attn.num_heads + attn.num_kv_heads
+            ops.rope("qkv", rope_handle(rope), heads, attn.head_size, rope.interleaved, rope.amplitude)
+        ops.write_kv(index, "qkv", shape)
+        ops.attention("attended", index, "qkv", shape)
+        self._reduced_product(ops, "branch", "attended", at + "wo", attn.out_bias)
+
+    def _mlp(self, ops: Ops, at: str, mlp: MLPSpec, x: str) -> None:
+        if mlp.gated:
+            self._product(ops, "gate_up", x, at + "w_gate_up", mlp.bias)
+            ops.gate("activated", "gate_up", mlp.activation)
+        else:
+            self._product(ops, "gate_up", x, at + "w_up", mlp.bias)
+            ops.activate("activated", "gate_up", mlp.activation)
+        self._reduced_product(ops, "branch", "activated", at + "w_down", mlp.bias)
+
+    def _product(self, ops: Ops, out: str, x: str, weight: str, bias: bool) -> None:
+        ops.linear(out, x, weight)
+        if bias:
+            ops.add_bias(out, weight + ".bias")
+
+    def _reduced_product(self, ops: Ops, out: str, x: str, weight: str, bias: bool) -> None:
+        """A product whose inputs are shared out over ranks: the bias is added once."""
+        ops.linear(out, x, weight)
+        ops.all_reduce(out)
+        if bias:
+            ops.add_bias(out, weight + ".bias")
+
+    def _norm(self, ops: Ops, out: str, x: str, weight: str) -> None:
+        norm = self.spec.norm
+        if norm.is_layer_norm:
+            ops.layer_norm(out, x, weight, weight + ".bias", norm.eps)
+        else:
+            ops.rms_norm(out, x, weight, norm.eps)
 
     def _head(self, ops: Ops) -> None:
+        spec = self.spec
         ops.linear("logits", "chosen", self._head_weight)
+        if spec.head_bias:
+            ops.add_bias("logits", "head.bias")
+        if spec.logit_scale != 1.0:
+            ops.scale("logits", spec.logit_scale)
+        if spec.logit_soft_cap:
+            ops.soft_cap("logits", spec.logit_soft_cap)
         ops.all_gather("logits", "logits")
 
     def _add_buffers(self) -> None:
@@ -120,6 +178,6 @@ class Decoder:
             self.ops.add_buffer(buffer, hidden)
         self.ops.add_buffer("qkv", shape.q_width + shape.kv_width)
         self.ops.add_buffer("attended", shape.q_width)
-        self.ops.add_buffer("gate_up", 2 * width)
+        self.ops.add_buffer("gate_up", (1 + layer.mlp.gated) * width)
         self.ops.add_buffer("activated", width)
         self.ops.add_buffer("logits", self.spec.vocab_size)

@@ -22,12 +22,13 @@ from mainspring.models.decoder import Decoder
 from mainspring.models.families import Model, from_config, from_gguf
 from mainspring.models.packing import Progress, pack_random, pack_weights
 from mainspring.models.spec import ModelSpec
+from mainspring.models.views import TensorSource
 from mainspring.models.weights import (
     check_memory,
-    check_tensors,
     dummy_weights,
     load_vectors,
     load_weights,
+    tensors_of,
 )
 
 logger = get_logger(__name__)
@@ -42,12 +43,12 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Decode
         return _load_dummy(config)
     source = GGUFFile(config.model)
     try:
-        model = from_gguf(source.metadata, source)
-        check_tensors(model, source)  # before anything of the announced sizes is made
+        model = from_gguf(source.metadata, source, config.scheduler.max_model_len)
+        tensors = tensors_of(model, source)  # before anything of the announced sizes is made
         if wants_native(config, model.spec):
-            decoder = _load_native(config, model, source, progress)
+            decoder = _load_native(config, model, tensors, progress)
         else:
-            decoder = _load_numpy(config, model, source)
+            decoder = _load_numpy(config, model, tensors)
     except CheckpointError as error:
         source.close()
         raise CheckpointError(f"{config.model}: {error}") from error
@@ -114,7 +115,9 @@ def native_ops(config: EngineConfig) -> NativeOps:
     )
 
 
-def _load_native(config: EngineConfig, model: Model, source: GGUFFile, progress: Progress | None) -> Decoder:
+def _load_native(
+    config: EngineConfig, model: Model, source: TensorSource, progress: Progress | None
+) -> Decoder:
     ops = native_ops(config)
     decoder = Decoder(model.spec, ops)
     decoder.weights_form = pack_weights(model, source, ops, config.model, config.quantization, progress)
@@ -122,7 +125,7 @@ def _load_native(config: EngineConfig, model: Model, source: GGUFFile, progress:
     return decoder
 
 
-def _load_numpy(config: EngineConfig, model: Model, source: GGUFFile) -> Decoder:
+def _load_numpy(config: EngineConfig, model: Model, source: TensorSource) -> Decoder:
     decoder = Decoder(model.spec, _numpy_ops(config))
     decoder.weights_form = load_weights(model, source, decoder.ops)
     return decoder
@@ -155,7 +158,7 @@ def dummy_spec(model: str) -> ModelSpec:
     with GGUFFile(model) as source:
         try:
             found = from_gguf(source.metadata, source)
-            check_tensors(found, source)
+            tensors_of(found, source)
         except CheckpointError as error:
             raise CheckpointError(f"{model}: {error}") from None
         return found.spec

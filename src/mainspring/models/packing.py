@@ -22,8 +22,9 @@ from mainspring.checkpoint.images import Image, open_image, private_memory
 from mainspring.checkpoint.quoting import quoted
 from mainspring.kernels.native import NativeOps, PackedWeight, library
 from mainspring.kernels.ops import Floats
-from mainspring.models.families import Model, TensorSource
+from mainspring.models.families import Model
 from mainspring.models.spec import ModelSpec, Part, weight_table
+from mainspring.models.views import TensorSource
 
 logger = get_logger(__name__)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mainspring.base.messages import KVCacheSpec
-from mainspring.kernels.ops import AttentionShape
+from mainspring.kernels.ops import Activation, AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,17 @@ class RopeSpec:
     rotary_dim: int  # leading elements of a head that turn
     theta: float
     interleaved: bool  # pairs are neighbours; else halves
-    has_factors: bool = False  # in the role `rope_factors` [rotary_dim / 2]; else they are 1
+    factors: tuple[float, ...] = ()  # [rotary_dim / 2]; empty: 1
+    has_factors: bool = False  # they are a tensor of the file, in the role `rope_factors`
+    amplitude: float = 1.0  # what turns is also stretched
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """Root mean square, or with the mean taken off and a bias (`is_layer_norm`)."""
+
+    eps: float
+    is_layer_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,35 @@ class AttnSpec:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    rope: RopeSpec
+    rope: RopeSpec | None  # None: positions do not enter here
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
+    scale: float | None = None  # of the dot products; None: head_size ** -0.5
+    soft_cap: float = 0.0  # of the scores; 0: none
+    qkv_bias: bool = False
+    out_bias: bool = False
+    # A root-mean-square norm of queries and of keys before they turn: of each head, or of all heads' row.
+    qk_norm: Literal["head", "row"] | None = None
+    causal: bool = True
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def k_width(self) -> int:
+        return self.num_kv_heads * self.head_size
 
     @property
     def shape(self) -> AttentionShape:
+        scale = self.head_size**-0.5 if self.scale is None else self.scale
         return AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_size, self.head_size**-0.5, self.sliding_window
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            scale,
+            self.sliding_window,
+            self.causal,
+            self.soft_cap,
         )
 
     def kv_cache_spec(self, dtype_bytes: int, scale_bytes: int) -> KVCacheSpec:
@@ -53,17 +85,36 @@ class AttnSpec:
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated."""
 
     intermediate_size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """hidden += attention(hidden), then hidden += mlp(hidden), with norms where `norms` says:
+
+    before   hidden += branch(norm(hidden))
+    after    hidden += norm(branch(hidden))
+    both     hidden += norm(branch(norm(hidden)))
+    sum      hidden = norm(hidden + branch(hidden))
+    """
 
     attn: AttnSpec
     mlp: MLPSpec
+    norms: Literal["before", "after", "both", "sum"] = "before"
+    residual_scale: float = 1.0  # of what a branch adds
+
+    @property
+    def norm_before(self) -> bool:
+        return self.norms in ("before", "both")
+
+    @property
+    def norm_after(self) -> bool:
+        return self.norms in ("after", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +123,18 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    norm_eps: float
+    norm: NormSpec  # of every norm but those of queries and keys, which share its eps
     layers: tuple[LayerSpec, ...]
     tied_embeddings: bool  # the head is the embedding
+    embedding_scale: float = 1.0
+    embedding_bias: bool = False  # a vector is added to every embedding
+    embedding_norm: bool = False
+    num_positions: int = 0  # of a table of positions that is added to the embeddings; 0: there is none
+    output_norm: bool = True
+    has_head: bool = True  # False: an encoder, which gives hidden states only
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logits / logit_soft_cap), unless 0
 
 
 class Part(NamedTuple):
@@ -84,35 +144,76 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-def weight_table(spec: ModelSpec) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """Every handle the decoder uses, with the parts that are stacked, by rows, into it."""
+Handle = tuple[str, tuple[Part, ...]]
 
-    def one(handle: str, *shape: int) -> tuple[str, tuple[Part, ...]]:
-        return handle, (Part(handle, shape),)
 
+def weight_table(spec: ModelSpec) -> Iterator[Handle]:
+    """Every handle the decoder uses, with the parts that are stacked, by rows, into it.
+
+    Matrices are [outputs, inputs]; norms and biases, whose handles end in `norm` and `.bias`, are vectors.
+    """
     hidden = spec.hidden_size
-    yield one("embedding", spec.vocab_size, hidden)
+    yield _one("embedding", spec.vocab_size, hidden)
+    if spec.embedding_bias:
+        yield _one("embedding.bias", hidden)
+    if spec.num_positions:
+        yield _one("positions", spec.num_positions, hidden)
+    if spec.embedding_norm:
+        yield from _norm(spec.norm, "embedding_norm", hidden)
     for index, layer in enumerate(spec.layers):
-        at = f"layers.{index}."
-        attn, width = layer.attn, layer.mlp.intermediate_size
-        q_width, kv_width = attn.num_heads * attn.head_size, attn.num_kv_heads * attn.head_size
-        yield one(at + "attn_norm", hidden)
-        yield (
-            at + "wqkv",
-            (
-                Part(at + "wq", (q_width, hidden)),
-                Part(at + "wk", (kv_width, hidden)),
-                Part(at + "wv", (kv_width, hidden)),
-            ),
-        )
-        yield one(at + "wo", hidden, q_width)
-        yield one(at + "mlp_norm", hidden)
-        yield at + "w_gate_up", (Part(at + "w_gate", (width, hidden)), Part(at + "w_up", (width, hidden)))
-        yield one(at + "w_down", hidden, width)
-    yield one("output_norm", hidden)
-    if not spec.tied_embeddings:
-        yield one("head", spec.vocab_size, hidden)
-    ropes = {layer.attn.rope for layer in spec.layers}
-    if any(rope.has_factors for rope in ropes):
-        (length,) = {rope.rotary_dim // 2 for rope in ropes}
-        yield one("rope_factors", length)
+        yield from _layer(spec, layer, f"layers.{index}.")
+    if spec.output_norm:
+        yield from _norm(spec.norm, "output_norm", hidden)
+    if spec.has_head and not spec.tied_embeddings:
+        yield _one("head", spec.vocab_size, hidden)
+    if spec.head_bias:
+        yield _one("head.bias", spec.vocab_size)
+    with_factors = {rope.rotary_dim // 2 for rope in ropes(spec) if rope.has_factors}
+    for length in with_factors:
+        assert len(with_factors) == 1, "one tensor of factors, and ropes of several lengths"
+        yield _one("rope_factors", length)
+
+
+def ropes(spec: ModelSpec) -> set[RopeSpec]:
+    """The different ones of all layers."""
+    return {layer.attn.rope for layer in spec.layers if layer.attn.rope is not None}
+
+
+def _layer(spec: ModelSpec, layer: LayerSpec, at: str) -> Iterator[Handle]:
+    hidden, attn, mlp = spec.hidden_size, layer.attn, layer.mlp
+    for branch in ("attn", "mlp"):
+        if layer.norm_before:
+            yield from _norm(spec.norm, f"{at}{branch}_norm", hidden)
+        if not layer.norm_before or layer.norm_after:
+            yield from _norm(spec.norm, f"{at}{branch}_post_norm", hidden)
+    q_width, k_width = attn.q_width, attn.k_width
+    yield from _product(at + "wqkv", attn.qkv_bias, hidden, wq=q_width, wk=k_width, wv=k_width)
+    if attn.qk_norm is not None:
+        by_head = attn.qk_norm == "head"
+        yield _one(at + "q_norm", attn.head_size if by_head else q_width)
+        yield _one(at + "k_norm", attn.head_size if by_head else k_width)
+    yield from _product(at + "wo", attn.out_bias, q_width, wo=hidden)
+    width = mlp.intermediate_size
+    if mlp.gated:
+        yield from _product(at + "w_gate_up", mlp.bias, hidden, w_gate=width, w_up=width)
+    else:
+        yield from _product(at + "w_up", mlp.bias, hidden, w_up=width)
+    yield from _product(at + "w_down", mlp.bias, width, w_down=hidden)
+
+
+def _one(handle: str, *shape: int) -> Handle:
+    return handle, (Part(handle, shape),)
+
+
+def _norm(norm: NormSpec, handle: str, width: int) -> Iterator[Handle]:
+    yield _one(handle, width)
+    if norm.is_layer_norm:
+        yield _one(handle + ".bias", width)
+
+
+def _product(handle: str, bias: bool, inputs: int, **outputs: int) -> Iterator[Handle]:
+    """A matrix of stacked roles, and its bias."""
+    at = handle.rpartition(".")[0] + "."
+    yield handle, tuple(Part(at + role, (rows, inputs)) for role, rows in outputs.items())
+    if bias:
+        yield handle + ".bias", tuple(Part(f"{at}{role}.bias", (rows,)) for role, rows in outputs.items())

@@ -25,8 +25,9 @@ from mainspring.base.log import get_logger
 from mainspring.base.memory import free_memory_bytes
 from mainspring.checkpoint.quoting import quoted
 from mainspring.kernels.ops import Backend, Floats, LazyWeight
-from mainspring.models.families import Model, TensorSource
-from mainspring.models.spec import ModelSpec, Part, RopeSpec, weight_table
+from mainspring.models.families import Model
+from mainspring.models.spec import ModelSpec, Part, RopeSpec, ropes, weight_table
+from mainspring.models.views import TensorSource, Views
 
 logger = get_logger(__name__)
 
@@ -45,7 +46,7 @@ class _Job(NamedTuple):
 def load_weights(model: Model, source: TensorSource, ops: Backend, *, memory_bytes: int | None = None) -> str:
     """Give every weight of `model` to `ops`; answers "float32", or "by layer" where they stay quantised.
 
-    To be called after `check_tensors`.
+    `source` is what `tensors_of` gave.
     `memory_bytes` is how much float32 weights may take; default: `MEMORY_SHARE` of what is free.
     Raises `CheckpointError` naming the tensor at fault.
     """
@@ -87,7 +88,7 @@ def dummy_weights(spec: ModelSpec, ops: Backend, seed: int = 0, *, matrices: boo
     for handle, array in _arena(dict(weight_table(spec)), matrices=matrices).items():
         rng.standard_normal(out=array, dtype=np.float32)
         array *= 0.1 if array.ndim == 1 else array.shape[-1] ** -0.5
-        if array.ndim == 1:
+        if array.ndim == 1 and not handle.endswith(".bias"):
             array += 1.0
         ops.add_weight(handle, array)
     _add_ropes(spec, ops, None)
@@ -105,11 +106,20 @@ def check_memory(spec: ModelSpec) -> None:
 
 def rope_handle(rope: RopeSpec) -> str:
     """What a RopeSpec's frequencies are called; equal specs share them."""
-    return f"rope.{rope.rotary_dim}.{rope.theta:g}{'.factors' if rope.has_factors else ''}"
+    return f"rope {rope}"
 
 
-def check_tensors(model: Model, source: TensorSource) -> None:
-    """Every role has a tensor of its shape, and every tensor a role. Raises `CheckpointError` naming it."""
+def tensors_of(model: Model, source: TensorSource) -> TensorSource:
+    """The source as the model's names see it. Every role has a tensor of its shape there, and every tensor a
+    role. Raises `CheckpointError` naming the one that is not so.
+    """
+    if model.views:
+        source = Views(source, model.views)
+    _check_tensors(model, source)
+    return source
+
+
+def _check_tensors(model: Model, source: TensorSource) -> None:
     known = set(source.tensor_names)
     parts = (part for _, parts in weight_table(model.spec) for part in parts)
     wanted = {model.names[part.role]: part.shape for part in parts}
@@ -119,7 +129,7 @@ def check_tensors(model: Model, source: TensorSource) -> None:
         found = tuple(source.info(name).shape)
         if found != shape:
             raise CheckpointError(f"tensor {quoted(name)} has shape {list(found)}; expected {list(shape)}")
-    extra = sorted(known - wanted.keys())
+    extra = sorted(known - wanted.keys() - model.ignored)
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(
@@ -183,9 +193,11 @@ def _read(jobs: list[_Job], source: TensorSource) -> None:
 
 
 def _add_ropes(spec: ModelSpec, ops: Backend, factors: Floats | None) -> None:
-    for rope in {layer.attn.rope for layer in spec.layers}:
+    for rope in ropes(spec):
         exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
         frequencies = rope.theta**-exponents
+        if rope.factors:
+            frequencies /= rope.factors
         if rope.has_factors:
             assert factors is not None
             frequencies /= factors

@@ -1,0 +1,57 @@
+"""Adapters: what a model's file says of itself -> `ModelSpec` and the names of its tensors.
+
+One function per family, for GGUF files and for Hugging Face folders alike (`file.ModelFile`). A new family is
+such a function, its names in the tables below, and a fixture of a tiny network (`docs/add-a-model.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mainspring.checkpoint.architectures import ARCHITECTURES, check_architecture
+from mainspring.models.families.file import ModelFile
+from mainspring.models.families.keys import Keys
+from mainspring.models.families.llama import llama
+from mainspring.models.families.model import Model
+from mainspring.models.families.names import CONFIG_NEUTRAL, CONFIG_SILENT, GGUF_KEYS, GGUF_NEUTRAL
+from mainspring.models.spec import ModelSpec
+from mainspring.models.views import TensorSource
+
+__all__ = ["Model", "from_config", "from_folder", "from_gguf"]
+
+Adapter = Callable[[ModelFile], Model]
+
+GGUF_FAMILIES: Mapping[str, Adapter] = {"llama": llama}  # by general.architecture
+CONFIG_FAMILIES: Mapping[str, Adapter] = {"llama": llama, "mistral": llama}  # by model_type
+assert set(GGUF_FAMILIES) == set(ARCHITECTURES)
+
+
+def from_gguf(metadata: Mapping[str, Any], source: TensorSource, max_model_len: int | None = None) -> Model:
+    """Raises `CheckpointError`, one line, for an architecture or a key that is not supported."""
+    architecture = check_architecture(metadata)
+    keys = Keys(metadata, architecture + ".", GGUF_KEYS)
+    model = GGUF_FAMILIES[architecture](ModelFile(keys, source, True, max_model_len))
+    keys.refuse_rest(GGUF_NEUTRAL)
+    return model
+
+
+def from_folder(config: Mapping[str, Any], source: TensorSource, max_model_len: int | None = None) -> Model:
+    """A folder as Hugging Face writes it: its config.json and its tensors. Raises as `from_gguf`."""
+    return _from_config(config, source, max_model_len)
+
+
+def from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """A config alone, for `load_format` dummy. One without a `model_type` is a llama's.
+
+    Raises `CheckpointError` naming the key that is missing, wrong or unknown.
+    """
+    return _from_config({"model_type": "llama", **config}, None, None).spec
+
+
+def _from_config(config: Mapping[str, Any], source: TensorSource | None, max_model_len: int | None) -> Model:
+    keys = Keys(config)
+    family = keys.one_of("model_type", CONFIG_FAMILIES)
+    model = CONFIG_FAMILIES[family](ModelFile(keys, source, False, max_model_len))
+    keys.refuse_rest(CONFIG_NEUTRAL, CONFIG_SILENT)
+    return model

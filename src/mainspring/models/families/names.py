@@ -1,0 +1,111 @@
+"""How files spell keys and tensors: what most families share. An adapter says where its own differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Keys of GGUF files, without the architecture's name, by those of Hugging Face configs.
+GGUF_KEYS: Mapping[str, str] = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "value_head_dim": "attention.value_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "rope_theta": "rope.freq_base",
+    "rotary_dim": "rope.dimension_count",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# Values of keys that no adapter reads which change nothing.
+GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (1.0, 0.0),
+    "rope.scaling.finetuned": (True, False),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
+}
+CONFIG_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "attention_dropout": (0, 0.0),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "hidden_act": ("silu",),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "mlp_bias": (False,),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+    "rope_interleaved": (False,),
+    "use_cache": (True, False),
+}
+# Keys of a config of which no value changes a logit.
+CONFIG_SILENT = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "return_dict",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+    }
+)
+
+# Tensors, by role; `{}` is the layer.
+GGUF_NAMES: Mapping[str, str] = {
+    "embedding": "token_embd",
+    "output_norm": "output_norm",
+    "head": "output",
+    "rope_factors": "rope_freqs",
+    "attn_norm": "blk.{}.attn_norm",
+    "attn_post_norm": "blk.{}.post_attention_norm",
+    "wq": "blk.{}.attn_q",
+    "wk": "blk.{}.attn_k",
+    "wv": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "wo": "blk.{}.attn_output",
+    "mlp_norm": "blk.{}.ffn_norm",
+    "mlp_post_norm": "blk.{}.post_ffw_norm",
+    "w_gate": "blk.{}.ffn_gate",
+    "w_up": "blk.{}.ffn_up",
+    "w_down": "blk.{}.ffn_down",
+}
+CONFIG_NAMES: Mapping[str, str] = {
+    "embedding": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "head": "lm_head",
+    "attn_norm": "model.layers.{}.input_layernorm",
+    "wq": "model.layers.{}.self_attn.q_proj",
+    "wk": "model.layers.{}.self_attn.k_proj",
+    "wv": "model.layers.{}.self_attn.v_proj",
+    "q_norm": "model.layers.{}.self_attn.q_norm",
+    "k_norm": "model.layers.{}.self_attn.k_norm",
+    "wo": "model.layers.{}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "w_gate": "model.layers.{}.mlp.gate_proj",
+    "w_up": "model.layers.{}.mlp.up_proj",
+    "w_down": "model.layers.{}.mlp.down_proj",
+}

@@ -1,0 +1,155 @@
+"""Tensors that a file has not as such: rows of a fused one, one turned over, one with a constant added.
+
+Theory of operation. `Views` stands before a source and answers for tensors that are made from the source's;
+the source's own that were used for them are no longer seen. Rows of a file's type stay in that type, so a
+quantised matrix that was fused in the file is packed as if it had never been. What changes the order or the
+values of elements is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class TensorInfo(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Row-major, rows first."""
+
+    @property
+    def type(self) -> str: ...
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: `checkpoint.gguf.GGUFFile`, `checkpoint.folder.ModelFolder`, `Views`."""
+
+    @property
+    def tensor_names(self) -> list[str]: ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
+        """The values as float32 in `info(name).shape`, into `out` if given."""
+
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        """Rows [begin, end) of a matrix as float32."""
+
+    def raw(self, name: str) -> Bytes:
+        """The bytes of a tensor as the file has them."""
+
+    def is_finite(self, name: str) -> bool:
+        """Whether all values are numbers, neither NaN nor infinite."""
+
+    def drop_pages(self) -> None:
+        """What was read need not stay in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Rows [begin, end) of `tensor`; or all of it, turned over, made longer, or with a constant added."""
+
+    tensor: str
+    begin: int = 0
+    end: int | None = None
+    transpose: bool = False
+    plus: float = 0.0
+    flat: bool = False  # a matrix of one row is a vector
+
+    @property
+    def is_rows(self) -> bool:
+        return not (self.transpose or self.plus or self.flat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    shape: tuple[int, ...]
+    type: str
+
+
+class Views:
+    """A `TensorSource` of the source's tensors, except those that views are made of, and of the views.
+
+    A view may have the name of its tensor. A view that ends behind its tensor's rows has the rows there are:
+    whoever checks shapes finds too few.
+    """
+
+    def __init__(self, source: TensorSource, views: Mapping[str, View]) -> None:
+        self._source = source
+        self._views = views
+
+    @property
+    def tensor_names(self) -> list[str]:
+        used = {view.tensor for view in self._views.values()}
+        held = set(self._source.tensor_names)
+        own = [name for name in self._source.tensor_names if name not in used]
+        return own + [name for name, view in self._views.items() if view.tensor in held]
+
+    def info(self, name: str) -> TensorInfo:
+        view = self._views.get(name)
+        if view is None:
+            return self._source.info(name)
+        info = self._source.info(view.tensor)
+        shape = tuple(info.shape)
+        if view.is_rows:
+            begin, end, _ = slice(view.begin, view.end).indices(shape[0])
+            return _Info((max(0, end - begin), *shape[1:]), info.type)
+        if view.transpose:
+            shape = shape[::-1]
+        if view.flat and shape[:1] == (1,):
+            shape = shape[1:]
+        return _Info(shape, "F32")
+
+    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
+        view = self._views.get(name)
+        if view is None:
+            return self._source.dequantise(name, out)
+        shape = self.info(name).shape
+        if view.is_rows and len(shape) == 2:
+            values = self._source.dequantise_rows(view.tensor, view.begin, view.begin + shape[0])
+        else:
+            values = self._source.dequantise(view.tensor)
+            values = values[view.begin : view.end] if view.is_rows else _changed(values, view)
+        if out is None:
+            return np.ascontiguousarray(values.reshape(shape))
+        out[...] = values.reshape(shape)
+        return out
+
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        view = self._views.get(name)
+        if view is None:
+            return self._source.dequantise_rows(name, begin, end)
+        if view.is_rows:
+            return self._source.dequantise_rows(view.tensor, view.begin + begin, view.begin + end)
+        return self.dequantise(name)[begin:end]
+
+    def raw(self, name: str) -> Bytes:
+        view = self._views.get(name)
+        if view is None:
+            return self._source.raw(name)
+        if not view.is_rows:
+            return self.dequantise(name).reshape(-1).view(np.uint8)
+        raw, num_rows = self._source.raw(view.tensor), self._source.info(view.tensor).shape[0]
+        row_bytes = len(raw) // num_rows
+        begin, end, _ = slice(view.begin, view.end).indices(num_rows)
+        return raw[begin * row_bytes : end * row_bytes]
+
+    def is_finite(self, name: str) -> bool:
+        view = self._views.get(name)
+        return self._source.is_finite(name if view is None else view.tensor)
+
+    def drop_pages(self) -> None:
+        self._source.drop_pages()
+
+
+def _changed(values: Floats, view: View) -> Floats:
+    if view.transpose:
+        values = values.T
+    return values + np.float32(view.plus) if view.plus else values
