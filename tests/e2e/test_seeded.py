@@ -21,10 +21,10 @@ from tiny_engine import FACTS, SETTINGS, Witness, text
 from mainspring import EngineArgs, SamplingParams
 from mainspring.base.config import EngineConfig, ModelFacts, resolve
 from mainspring.base.messages import EngineCoreRequest, GetStats
+from mainspring.checkpoint.description import gguf_facts
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.engine.client import EngineCoreClient
 from mainspring.frontend.input_processor import InputProcessor
-from mainspring.frontend.llm_engine import model_facts
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
 from mainspring.worker import worker
@@ -139,7 +139,7 @@ def real(smollm2: Path) -> Bench:
 def make_real(path: Path, cases: Sequence[dict], max_tokens: int) -> Bench:
     """One copy of the weights serves all engines, one after the other."""
     with GGUFFile(path) as file:
-        facts = model_facts(file)
+        facts = gguf_facts(file)
     settings = SETTINGS | {"kernels": "numpy", "load_format": "auto", "max_model_len": 64 + max_tokens}
     decoder = load_model(resolve(EngineArgs(**settings), facts))
     return make_bench(

@@ -9,15 +9,16 @@ import pytest
 from frontend_toys import TOY, ScriptedClient, run
 
 from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.checkpoint.description import gguf_facts
 from mainspring.frontend.input_processor import InputProcessor
-from mainspring.frontend.llm_engine import LLMEngine, model_facts
+from mainspring.frontend.llm_engine import LLMEngine
 from mainspring.frontend.output_processor import OutputProcessor
 
 METADATA = {"general.architecture": "llama", "llama.context_length": 512}
 
 
 def file_with(**ends: int | None) -> Any:
-    """What `model_facts` reads of a file whose end tokens are these."""
+    """What `gguf_facts` reads of a file whose end tokens are these."""
     keys = {f"tokenizer.ggml.{name}_token_id": value for name, value in ends.items()}
     info = SimpleNamespace(shape=(TOY.vocab_size, 8))
     return SimpleNamespace(path="model.gguf", metadata=METADATA | keys, info=lambda name: info)
@@ -36,7 +37,7 @@ def file_with(**ends: int | None) -> Any:
 )
 def test_end_tokens_of_a_file(ends: dict[str, int | None], expected: tuple[int, ...]):
     """Case B079: all that the file names, once each; a file that names none works."""
-    assert model_facts(file_with(**ends)).eos_token_ids == expected
+    assert gguf_facts(file_with(**ends)).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -44,7 +45,7 @@ def test_end_tokens_of_a_file(ends: dict[str, int | None], expected: tuple[int, 
 def test_settings_of_a_request_do_not_drop_end_tokens(which: int, setting: dict[str, Any]):
     """Case B079: whatever else is set, each of the list still ends the answer."""
     ids = (TOY.eos_token_id, TOY.id("STOP"), ord("!"))
-    facts = model_facts(file_with(eos=ids[0], eot=ids[1], eom=ids[2]))
+    facts = gguf_facts(file_with(eos=ids[0], eot=ids[1], eom=ids[2]))
     client = ScriptedClient([ord("a"), ids[which], ord("b")])
     engine = LLMEngine(client, InputProcessor(facts, 512, TOY), OutputProcessor(TOY), TOY)
     params = SamplingParams(max_tokens=9, output_kind=RequestOutputKind.FINAL_ONLY, **setting)
@@ -58,7 +59,7 @@ def test_settings_of_a_request_do_not_drop_end_tokens(which: int, setting: dict[
 
 def test_a_file_without_end_tokens_runs_to_the_length():
     """Case B079."""
-    facts = model_facts(file_with())
+    facts = gguf_facts(file_with())
     client = ScriptedClient([TOY.eos_token_id] * 9)
     engine = LLMEngine(client, InputProcessor(facts, 512, TOY), OutputProcessor(TOY), TOY)
     engine.add_request("a", "hello", SamplingParams(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY))

@@ -7,9 +7,10 @@ import pytest
 from mainspring import LLM, EngineArgs, RequestOutputKind, SamplingParams
 from mainspring.base.errors import RequestError
 from mainspring.base.params import StructuredOutputsParams
+from mainspring.checkpoint.description import gguf_facts
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.frontend.detokenizer import Detokenizer, TokenBytes
-from mainspring.frontend.llm_engine import LLMEngine, model_facts
+from mainspring.frontend.llm_engine import LLMEngine
 from mainspring.frontend.tokenizer import Tokenizer
 
 WORLD = "👩‍👩‍👧‍👦 नमस्ते 你好 ďábel שלום 🇨🇭 e\u0301\n\n  1. The end<|im_end|>"
@@ -61,8 +62,8 @@ def ask(llm, prompt, params):
     return llm.generate(prompt, params, use_tqdm=False)[0]
 
 
-def test_model_facts(file, tokenizer):
-    facts = model_facts(file)
+def test_gguf_facts(file, tokenizer):
+    facts = gguf_facts(file)
     assert (facts.architecture, facts.max_position_embeddings, facts.vocab_size) == ("llama", 8192, 49152)
     assert facts.eos_token_ids == tokenizer.eos_token_ids
     assert facts.bos_token_id == tokenizer.bos_token_id

@@ -1,6 +1,6 @@
 """A model's config as Hugging Face writes it: a JSON object in a .json file, or its text itself.
 
-Only read here; what its keys mean is for `models/families.py`.
+Only read here; what its keys mean is for `models/families`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mainspring.base.errors import CheckpointError
+
+# Sampling defaults, by their names in generation_config.json, and what they are called in `SamplingParams`.
+GENERATION: Final = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 
 
 def is_config(model: str) -> bool:
@@ -20,17 +26,29 @@ def is_config(model: str) -> bool:
 
 def read_config(model: str) -> Mapping[str, Any]:
     """Raises `CheckpointError` for what cannot be read or is no JSON object."""
-    what, text = "the model's config", model
     if not model.lstrip().startswith("{"):
-        what = model
-        try:
-            text = Path(model).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{model}: cannot be read: {error}") from None
+        return read_object(Path(model))
+    return _object(model, "the model's config")
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """The JSON object of a file. Raises `CheckpointError` for what cannot be read or is none."""
     try:
-        config = json.loads(text)
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: cannot be read: it is not UTF-8") from None
+    return _object(text, str(path))
+
+
+def _object(text: str, what: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"{what} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{what} is {type(config).__name__}; expected a JSON object")
-    return config
+    except RecursionError:
+        raise CheckpointError(f"{what} is not JSON that can be read: it is nested too deep") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is {type(found).__name__}; expected a JSON object")
+    return found

@@ -20,11 +20,12 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -198,8 +199,58 @@ class SafetensorsFile:
         return info
 
 
-class ShardedSafetensors:
-    """The files that an index (`model.safetensors.index.json`) names, as one. Methods as `SafetensorsFile`.
+class RoutedTensors(ABC):
+    """Tensors that lie in several sources, as one. Methods as `SafetensorsFile`."""
+
+    @property
+    @abstractmethod
+    def tensor_names(self) -> list[str]: ...
+
+    @abstractmethod
+    def source_of(self, name: str) -> ElementSource:
+        """Where a tensor is. Raises `CheckpointError` for a name that there is not."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> Sequence[ElementSource]: ...
+
+    def info(self, name: str) -> TensorInfo:
+        return self.source_of(name).info(name)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        return self.source_of(name).raw(name)
+
+    def elements(self, name: str) -> npt.NDArray[Any]:
+        return self.source_of(name).elements(name)
+
+    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
+        return self.source_of(name).dequantise(name, out)
+
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        return self.source_of(name).dequantise_rows(name, begin, end)
+
+    def is_finite(self, name: str) -> bool:
+        return self.source_of(name).is_finite(name)
+
+    def drop_pages(self) -> None:
+        for source in self.sources:
+            source.drop_pages()
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ShardedSafetensors(RoutedTensors):
+    """The files that an index (`model.safetensors.index.json`) names, as one.
 
     Every tensor is where the index says, and every tensor of a shard is in the index.
     """
@@ -235,41 +286,11 @@ class ShardedSafetensors:
         """In the order of the index."""
         return list(self._shard_of)
 
-    def info(self, name: str) -> TensorInfo:
-        return self._shard(name).info(name)
+    @property
+    def sources(self) -> Sequence[ElementSource]:
+        return self._shards
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        return self._shard(name).raw(name)
-
-    def elements(self, name: str) -> npt.NDArray[Any]:
-        return self._shard(name).elements(name)
-
-    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
-        return self._shard(name).dequantise(name, out)
-
-    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
-        return self._shard(name).dequantise_rows(name, begin, end)
-
-    def is_finite(self, name: str) -> bool:
-        return self._shard(name).is_finite(name)
-
-    def drop_pages(self) -> None:
-        for shard in self._shards:
-            shard.drop_pages()
-
-    def close(self) -> None:
-        for shard in self._shards:
-            shard.close()
-
-    def __enter__(self) -> ShardedSafetensors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _shard(self, name: str) -> SafetensorsFile:
+    def source_of(self, name: str) -> ElementSource:
         if name not in self._shard_of:
             raise CheckpointError(f"{self.path}: no tensor {quoted(name)} among its {len(self._shard_of)}")
         return self._shard_of[name]

@@ -385,12 +385,14 @@ class AsyncLLM:
         release: Callable[[], None] = lambda: None,
         stat_loggers: Sequence[StatLogger] | None = None,
         cache_facts: CacheFacts | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """`attach` makes the client of a core that runs already; it is called on the loop. `release` ends
         what stands behind it, at the latest when this object is collected; neither may refer to it.
         `stat_loggers` are asked to log if `output_processor` keeps statistics; by default one that writes a
-        line."""
+        line. `sampling_defaults` are the model's own, by the names of `SamplingParams`."""
         self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults or {}
         self.cache_facts = cache_facts
         self._output_processor = output_processor
         self._stat_loggers = (LoggingStatLogger(),) if stat_loggers is None else stat_loggers
@@ -423,7 +425,7 @@ class AsyncLLM:
         from mainspring.engine.mp_client import AsyncMPClient
 
         start = partial(CoreProcess, shutdown_timeout_s=args.shutdown_timeout, given_up=given_up)
-        process, facts, tokenizer = start_core(args, start)
+        process, facts, tokenizer, defaults = start_core(args, start)
         return cls(
             partial(AsyncMPClient, process),
             *make_processors(args, facts, tokenizer, process.ready.max_model_len),
@@ -434,6 +436,7 @@ class AsyncLLM:
             release=process.close,
             stat_loggers=stat_loggers,
             cache_facts=process.ready.cache_facts,
+            sampling_defaults=defaults,
         )
 
     @classmethod
@@ -446,6 +449,10 @@ class AsyncLLM:
         except asyncio.CancelledError:
             given_up.set()  # or the interpreter's end would wait for the thread
             raise
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the advice of the model's makers; a new object each time."""
+        return SamplingParams(**self.sampling_defaults)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -494,7 +501,7 @@ class AsyncLLM:
         """`generate` in two steps, for callers who must know that a request was accepted before its first
         output is there. Raises as it does; the stream must be closed."""
         client = self._attached()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
         await self._input_processor.check_structure(params)
         text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)

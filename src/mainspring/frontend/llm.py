@@ -231,8 +231,8 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given; a new object each time."""
-        return SamplingParams()
+        """What is used where none are given: the advice of the model's makers; a new object each time."""
+        return self.llm_engine.get_default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests run."""

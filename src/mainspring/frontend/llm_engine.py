@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, resolve
-from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, innermost
+from mainspring.base.errors import ConfigError, EngineDeadError, innermost
 from mainspring.base.messages import CheckHealth, FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import SamplingParams
@@ -33,65 +33,11 @@ from mainspring.frontend.metrics import LoggingStatLogger, Metric, MetricsOption
 from mainspring.frontend.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
-    from mainspring.checkpoint.gguf import GGUFFile
     from mainspring.engine.client import EngineCoreClient
     from mainspring.frontend.stats import FrontendStats
     from mainspring.frontend.tokenizer import Tokenizer
 
 Core = TypeVar("Core")
-END_KEYS = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first that is there is *the* EOS
-
-
-def model_facts(file: GGUFFile) -> ModelFacts:
-    """What the front end must know of the model in `file`.
-
-    Raises `CheckpointError` naming the key that is missing.
-    """
-
-    def read(key: str) -> object:
-        if key not in file.metadata:
-            raise CheckpointError(f"{file.path}: the key {key!r} is missing; is this a language model?")
-        return file.metadata[key]
-
-    architecture = _check_architecture(file)
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS]
-    return ModelFacts(
-        path=str(file.path),
-        architecture=architecture,
-        max_position_embeddings=int(str(read(f"{architecture}.context_length"))),
-        vocab_size=file.info("token_embd.weight").shape[0],
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
-    )
-
-
-def _check_architecture(file: GGUFFile) -> str:
-    from mainspring.checkpoint.architectures import check_architecture
-
-    try:
-        return check_architecture(file.metadata)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file.path}: {error}") from None
-
-
-def config_facts(model: str, config: Mapping[str, Any]) -> ModelFacts:
-    """As `model_facts`, of a config (`checkpoint/hf_config.py`): for random weights of its shape."""
-
-    def read(key: str) -> int:
-        value = config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"the config's {key} is {value!r}; expected a positive integer")
-        return value
-
-    eos = config.get("eos_token_id")
-    return ModelFacts(
-        path=model,
-        architecture=str(config.get("model_type")),
-        max_position_embeddings=read("max_position_embeddings"),
-        vocab_size=read("vocab_size"),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
 
 
 class Prepared(NamedTuple):
@@ -99,6 +45,16 @@ class Prepared(NamedTuple):
 
     facts: ModelFacts
     config: EngineConfig
+    sampling_defaults: Mapping[str, Any] = {}  # the model's own, by the names of `SamplingParams`
+
+
+class Started(NamedTuple, Generic[Core]):
+    """A core, and what a front end must know of its model."""
+
+    core: Core
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
+    sampling_defaults: Mapping[str, Any]
 
 
 def prepare(args: EngineArgs) -> Prepared:
@@ -107,41 +63,40 @@ def prepare(args: EngineArgs) -> Prepared:
     Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
     """
     from mainspring.checkpoint.catalog import resolve_model
-    from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.checkpoint.description import config_facts, describe
     from mainspring.checkpoint.hf_config import is_config, read_config
+    from mainspring.checkpoint.opening import open_checkpoint
 
     if args.load_format == "dummy" and is_config(args.model):
         if not args.skip_tokenizer_init:
             raise ConfigError("a config has no tokenizer: set skip_tokenizer_init and give token ids")
         facts = config_facts(args.model, read_config(args.model))
         return Prepared(facts, resolve(args, facts))
-    with GGUFFile(resolve_model(args.model, fetch=True)) as file:
-        facts = model_facts(file)
-    return Prepared(facts, resolve(args, facts))
+    with open_checkpoint(resolve_model(args.model, fetch=True)) as checkpoint:
+        facts, defaults = describe(checkpoint)
+    return Prepared(facts, resolve(args, facts), defaults)
 
 
-def start_core(
-    args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core]
-) -> tuple[Core, ModelFacts, Tokenizer | None]:
+def start_core(args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core]) -> Started[Core]:
     """`prepare`, and `start` a core. It is given a function for the settings, which builds the tokenizer, for
     its vocabulary is among them; meanwhile a core in a process of its own is imported.
 
     Raises as `prepare` and `start` do.
     """
-    from mainspring.checkpoint.gguf import GGUFFile
+    from mainspring.checkpoint.opening import open_checkpoint
     from mainspring.frontend.tokenizer import Tokenizer
 
-    facts, config = prepare(args)
+    facts, config, defaults = prepare(args)
     tokenizer: Tokenizer | None = None
 
     def settings() -> EngineConfig:
         nonlocal tokenizer
         if not args.skip_tokenizer_init:
-            with GGUFFile(facts.path) as file:
-                tokenizer = Tokenizer.from_gguf(file)
+            with open_checkpoint(facts.path) as checkpoint:
+                tokenizer = Tokenizer.from_checkpoint(checkpoint)
         return replace(config, vocabulary=_vocabulary(tokenizer, facts))
 
-    return start(settings), facts, tokenizer
+    return Started(start(settings), facts, tokenizer, defaults)
 
 
 def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | None:
@@ -179,9 +134,12 @@ class LLMEngine:
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         tokenizer: Tokenizer | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
+        """sampling_defaults: the model's own, by the names of `SamplingParams`."""
         self.client = client
         self.tokenizer = tokenizer
+        self._sampling_defaults = sampling_defaults or {}
         self.model_name = ""  # as metrics show it
         self._input_processor = input_processor
         self._output_processor = output_processor
@@ -200,9 +158,9 @@ class LLMEngine:
         start = partial(
             EngineCoreClient.make_client, in_process=in_process, shutdown_timeout_s=args.shutdown_timeout
         )
-        client, facts, tokenizer = start_core(args, start)
+        client, facts, tokenizer, defaults = start_core(args, start)
         processors = make_processors(args, facts, tokenizer, client.max_model_len, clock)
-        engine = cls(client, *processors, tokenizer)
+        engine = cls(client, *processors, tokenizer, defaults)
         engine.model_name = args.served_model_name or args.model
         return engine
 
@@ -222,7 +180,11 @@ class LLMEngine:
         """Raises `RequestError` for what can never be served; then nothing was added."""
         self._raise_if_dead()
         text, requests = self._input_processor.process(
-            request_id, prompt, SamplingParams() if params is None else params, priority, cache_salt
+            request_id,
+            prompt,
+            self.get_default_sampling_params() if params is None else params,
+            priority,
+            cache_salt,
         )
         self._output_processor.add_request(request_id, text, requests)
         try:
@@ -231,6 +193,10 @@ class LLMEngine:
         except BaseException:
             self.abort_request(request_id)
             raise
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the advice of the model's makers; a new object each time."""
+        return SamplingParams(**self._sampling_defaults)
 
     def step(self) -> list[RequestOutput]:
         """What became known in one step of the core; may be empty.

@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.checkpoint.opening import Checkpoint
 from mainspring.checkpoint.quoting import quoted
 
 # Token types of the file. What is not named here is ordinary.
@@ -146,6 +147,16 @@ class Tokenizer:
             self._plain = _encoder(_bpe(without, kept, form), form, [], user_defined)
         longest_first = sorted(specials, key=len, reverse=True)
         self._special_pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """Of a model's files, whatever their form. Raises `CheckpointError` naming what is wrong there."""
+        if isinstance(checkpoint, GGUFFile):
+            return cls.from_gguf(checkpoint)
+        raise CheckpointError(
+            f"{checkpoint.path}: tokenizers of folders are not read yet; set skip_tokenizer_init, and give "
+            "token ids"
+        )
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Tokenizer:

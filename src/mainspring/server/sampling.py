@@ -1,7 +1,8 @@
 """From a request's fields to `SamplingParams`: defaults, and the rules in which the two endpoints differ.
 
-Precedence: the request, then the server's defaults (`--override-generation-config`), then the API's. A field
-that is null or absent is not set; one that is set wins, also where it is set to the default.
+Precedence: the request, then the server's defaults (`--override-generation-config`), then the model's
+(`generation_config.json`), then the API's. A field that is null or absent is not set; one that is set wins,
+also where it is set to the default.
 
 Values are judged by `SamplingParams` and the engine, with one exception: what is right for the engine and
 wrong for the API (a temperature above 2).

@@ -64,6 +64,7 @@ class Service:
 
     def set_ready(self, llm: AsyncLLM, template: ChatTemplate | None) -> None:
         self._llm = llm
+        self.sampling_defaults = {**llm.sampling_defaults, **self.settings.sampling_defaults}
         self._chats = Chats(
             llm.tokenizer,
             template,

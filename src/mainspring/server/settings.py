@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mainspring.base.errors import ConfigError
+from mainspring.checkpoint.hf_config import GENERATION
 
-# what may be overridden, and its name among `SamplingParams`
-GENERATION = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
 DEFAULT_HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 32 << 20
 
