@@ -124,14 +124,30 @@ void decode_q8_0(const uint8_t* raw, int, Block& out) {
   for (int i = 0; i < kBlock; ++i) out.codes[i] = raw[2 + i] ^ 0x80;
 }
 
-void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
+// Codes that stand for uneven steps.
+void decode_uneven(const uint8_t* nibbles, Block& out) {
   static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                          1,    13,   25,  38,  53,  69,  89,  113};
-  out.scales[0] = load16(raw);
   for (int i = 0; i < 16; ++i) {
-    out.codes[i] = static_cast<uint8_t>(kValues[raw[2 + i] & 15] + kOffset8);
-    out.codes[i + 16] = static_cast<uint8_t>(kValues[raw[2 + i] >> 4] + kOffset8);
+    out.codes[i] = static_cast<uint8_t>(kValues[nibbles[i] & 15] + kOffset8);
+    out.codes[i + 16] = static_cast<uint8_t>(kValues[nibbles[i] >> 4] + kOffset8);
   }
+}
+
+void decode_iq4_nl(const uint8_t* raw, int, Block& out) {
+  out.scales[0] = load16(raw);
+  decode_uneven(raw + 2, out);
+}
+
+uint16_t scaled_half(const uint8_t* half, int factor) {
+  return to_half(from_half(load16(half)) * static_cast<float>(factor));
+}
+
+// Eight scales of 6 bits less 32: a word with the upper two of each, then nibbles.
+void decode_iq4_xs(const uint8_t* raw, int part, Block& out) {
+  const int low = raw[4 + part / 2] >> (4 * (part % 2)) & 15, upper = load16(raw + 2) >> (2 * part) & 3;
+  out.scales[0] = scaled_half(raw, (low | upper << 4) - 32);
+  decode_uneven(raw + 8 + 16 * part, out);
 }
 
 // Q4_K and Q5_K: fp16 scale of scales and scale of mins, then 8 scales and 8 mins of 6 bits in 12 bytes: the
@@ -147,8 +163,8 @@ void decode_k_scales(const uint8_t* raw, int part, Block& out) {
     scale = (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4;
     min = packed[part + 4] >> 4 | (packed[part] >> 6) << 4;
   }
-  out.scales[0] = to_half(from_half(load16(raw)) * static_cast<float>(scale));
-  out.min = to_half(-(from_half(load16(raw + 2)) * static_cast<float>(min)));
+  out.scales[0] = scaled_half(raw, scale);
+  out.min = scaled_half(raw + 2, min) ^ 0x8000;  // what is taken away in the file is added here
 }
 
 // Code i of part `part`: a nibble of byte i of every 32, low ones for even parts.
@@ -181,9 +197,21 @@ void decode_q6_k(const uint8_t* raw, int part, Block& out) {
     const int low = quarter < 2 ? nibbles[i] & 15 : nibbles[i] >> 4;
     out.codes[i] = static_cast<uint8_t>(low | (upper[i] >> (2 * quarter) & 3) << 4);
   }
+  for (int g = 0; g < 2; ++g)
+    out.scales[g] = scaled_half(raw + 208, static_cast<int8_t>(raw[192 + 2 * part + g]));
+}
+
+// Two halves as in Q6_K, of byte i of 32 two low bits of four weights; bit `part` of byte i of 32 is the third
+// one. A scale for every 16, of 6 bits less 32: nibbles of 8 bytes, low ones first, then two upper bits in 4
+// bytes, the lowest first.
+void decode_q3_k(const uint8_t* raw, int part, Block& out) {
+  const uint8_t *third = raw, *low = raw + 32 + part / 4 * 32, *packed = raw + 96;
+  for (int i = 0; i < kBlock; ++i)
+    out.codes[i] = static_cast<uint8_t>((low[i] >> (2 * (part % 4)) & 3) | (third[i] >> part & 1) << 2);
   for (int g = 0; g < 2; ++g) {
-    const auto scale = static_cast<int8_t>(raw[192 + 2 * part + g]);
-    out.scales[g] = to_half(from_half(load16(raw + 208)) * static_cast<float>(scale));
+    const int at = 2 * part + g;
+    const int nibble = packed[at % 8] >> (4 * (at / 8)) & 15, upper = packed[8 + at % 4] >> (2 * (at / 4)) & 3;
+    out.scales[g] = scaled_half(raw + 108, (nibble | upper << 4) - 32);
   }
 }
 
@@ -197,6 +225,8 @@ constexpr SourceType kSourceTypes[] = {
     {"Q5_1", Form::Q8, 32, 24, true, 0, kBlock, decode_q5_1},
     {"Q8_0", Form::Q8, 32, 34, false, kOffset8, kBlock, decode_q8_0},
     {"IQ4_NL", Form::Q8, 32, 18, false, kOffset8, kBlock, decode_iq4_nl},
+    {"IQ4_XS", Form::Q8, 256, 136, false, kOffset8, kBlock, decode_iq4_xs},
+    {"Q3_K", Form::Q8, 256, 110, false, 4, kGroup, decode_q3_k},
     {"Q4_K", Form::Q4, 256, 144, true, 0, kBlock, decode_q4_k},
     {"Q5_K", Form::Q8, 256, 176, true, 0, kBlock, decode_q5_k},
     {"Q6_K", Form::Q8, 256, 210, false, 32, kGroup, decode_q6_k},

@@ -6,9 +6,9 @@
 //   is bound to is the whole state of the matrix: bound to a map of an image written earlier, it needs no
 //   packing.
 // - Packing goes by rows, whole panels at a time, so that several threads may pack parts of one matrix.
-// - Lossless are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL. Q4_K, Q5_K and Q6_K hold their
-//   codes exactly and the product of their two scales rounded to fp16, once: a relative error of at most
-//   2^-11.
+// - Lossless are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL. Q3_K, Q4_K, Q5_K, Q6_K and IQ4_XS
+//   hold their codes exactly and the product of their two scales rounded to fp16, once: a relative error of at
+//   most 2^-11, and below fp16's normal numbers an absolute one of 2^-25.
 // - Numbers are not judged: an infinite or NaN scale of a damaged file is packed as it is.
 #pragma once
 

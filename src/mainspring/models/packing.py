@@ -18,6 +18,7 @@ import numpy as np
 
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
+from mainspring.checkpoint.blocks import TYPES_BY_NAME, largest_group_scale
 from mainspring.checkpoint.images import Image, open_image, private_memory
 from mainspring.checkpoint.quoting import quoted
 from mainspring.kernels.native import NativeOps, PackedWeight, library
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 PLANE = 64  # bytes: where a matrix may begin
 ROWS = 256  # packed by one call: some hundred microseconds of work; a multiple of a panel
 KEPT_AS_IS = "as the file"
+EXPANDED = {"Q2_K": "q8"}  # no kernel has a minimum for every 16 weights
 MOST_HALF = 65504.0  # the largest number in fp16
 # The largest magnitude that each quantization holds. Those of 8 and 4 bits have scales and mins in fp16.
 LARGEST = {"f16": MOST_HALF, "bf16": 3.3895e38, "q8": 127 * MOST_HALF, "q4": MOST_HALF}
@@ -45,6 +47,7 @@ class Placed:
     handle: str
     part: Part
     tensor: str  # the file's name of it; "" for random weights
+    kind: str  # the tensor type that it is packed from, or "q8" or "q4"
     matrix: Any  # mainspring_native.Matrix
     offset: int
 
@@ -53,7 +56,7 @@ def packed_type(tensor_type: str, quantization: str | None) -> str:
     """What a tensor of `tensor_type` is packed as: a type that the native library knows, or "q8" or "q4"."""
     match quantization:
         case None:
-            return tensor_type
+            return EXPANDED.get(tensor_type, tensor_type)
         case "f16" | "bf16":
             return quantization.upper()
         case _:
@@ -82,7 +85,7 @@ def place_weights(
                 raise CheckpointError(
                     f"tensor {quoted(tensor or part.role)}: {error}; use kernels numpy, or quantization f16"
                 ) from None
-            placed.append(Placed(handle, part, tensor, matrix, end))
+            placed.append(Placed(handle, part, tensor, kind, matrix, end))
             end += -(-matrix.num_bytes // PLANE) * PLANE
     return placed, end
 
@@ -104,7 +107,7 @@ def pack_weights(
     _bind(placed, image)
     if not image.is_filled:
         try:
-            _pack(placed, source, ops.num_threads, quantization, progress)
+            _pack(placed, source, ops.num_threads, progress)
         except BaseException:
             image.drop()
             raise
@@ -154,18 +157,17 @@ def _pack(
     placed: list[Placed],
     source: TensorSource,
     num_threads: int,
-    quantization: str | None,
     progress: Progress | None,
 ) -> None:
     total, done = sum(place.matrix.num_bytes for place in placed), 0
 
     def pack(job: tuple[Placed, int, int]) -> int:
         place, begin, end = job
-        if quantization is None:
+        if source.info(place.tensor).type == place.kind:
             _pack_raw(place, source, begin, end)
         else:
             values = source.dequantise_rows(place.tensor, begin, end)
-            _check_magnitudes(place.tensor, values, quantization)
+            _check_magnitudes(place.tensor, values, place.kind.lower())
             _pack_values(place.matrix, values, begin)
         packed: int = place.matrix.num_bytes * (end - begin) // place.part.shape[0]
         return packed
@@ -192,7 +194,14 @@ def _jobs(placed: list[Placed]) -> Iterator[tuple[Placed, int, int]]:
 
 def _pack_raw(place: Placed, source: TensorSource, begin: int, end: int) -> None:
     row_bytes = place.matrix.row_bytes
-    place.matrix.pack(source.raw(place.tensor)[begin * row_bytes : end * row_bytes], begin, end)
+    raw = source.raw(place.tensor)[begin * row_bytes : end * row_bytes]
+    largest = largest_group_scale(TYPES_BY_NAME[place.kind], raw)
+    if largest > MOST_HALF:
+        raise CheckpointError(
+            f"tensor {quoted(place.tensor)} ({place.kind}) has a group with a scale of {largest:.3g}, and "
+            f"native kernels hold {MOST_HALF:g} at most; use kernels numpy: or is it a damaged file?"
+        )
+    place.matrix.pack(raw, begin, end)
 
 
 def _check_magnitudes(tensor: str, values: Floats, quantization: str) -> None:

@@ -16,10 +16,12 @@ gguf = pytest.importorskip("gguf", reason="the package gguf, which makes quantis
 
 from gguf.quants import dequantize, quantize  # noqa: E402
 
+from mainspring.checkpoint.blocks import TYPES_BY_NAME  # noqa: E402
+
 VARIANTS = native.runnable_variants()
 PLAIN = {"F32": np.float32, "F16": np.float16}
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"]
-ROUNDED = ["Q4_K", "Q5_K", "Q6_K"]  # the product of two scales is rounded to fp16
+ROUNDED = ["Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]  # the product of two scales is rounded to fp16
 ULPS = 2
 
 
@@ -37,6 +39,7 @@ def packed(source: str, raw: np.ndarray, rows: int, columns: int) -> native.Matr
 
 
 SCALES_AT = {
+    "Q3_K": (108,),
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
     "Q4_K": (0, 2),
@@ -306,10 +309,12 @@ def parts_of(source: str, raw: np.ndarray, columns: int) -> tuple[np.ndarray, np
         mins = get_half(blocks, at)
     if source == "Q6_K":
         unit[:, :, 192:208] = 1
-        scales = (
-            (scales[..., None] * blocks[:, :, 192:208].view(np.int8)).astype(np.float16).astype(np.float32)
-        )
-        scales = scales.reshape(len(raw), -1)
+    if source == "Q3_K":  # 33 less 32, in nibbles and pairs of bits
+        unit[:, :, 96:104], unit[:, :, 104:108] = 0x11, 0xAA
+    if source in ("Q3_K", "Q6_K"):
+        kind = TYPES_BY_NAME[source]
+        (groups,) = kind.group_scales(raw.reshape(-1).view(kind.layout))
+        scales = groups.astype(np.float16).astype(np.float32).reshape(len(raw), -1)
     return (
         file_values(source, unit.reshape(raw.shape), len(raw), columns).reshape(*scales.shape, -1),
         scales,
@@ -335,7 +340,7 @@ def quantized_twin(source: str, raw: np.ndarray, x: np.ndarray, activations: str
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("activations", ["int8", "int16"])
-@pytest.mark.parametrize("source", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("source", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q3_K", "Q6_K"])
 @pytest.mark.parametrize(
     ("num_rows", "rows", "num_blocks"), [(0, 16, 8), (1, 37, 8), (7, 64, 16), (64, 17, 24)]
 )
