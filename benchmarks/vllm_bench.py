@@ -26,7 +26,7 @@ from typing import Any
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.bench import serve
-from mainspring.bench.load import ENDPOINTS, LoadArgs
+from mainspring.bench.arguments import ENDPOINTS, LoadArgs
 from mainspring.checkpoint.catalog import resolve_model
 from mainspring.cli.dialect import Parser, add_engine_flags, add_flag
 from peers.engines import PEERS, EngineFailed, installed, last_line, vllm_environment

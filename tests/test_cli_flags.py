@@ -183,6 +183,8 @@ WRONG = {
     "cache --claer": "did you mean --clear?",
     "bench throughput --repeat 3": "did you mean --repeats?",
     "bench serve --num-prompt 3": "did you mean --num-prompts?",
+    "bench latency --batchsize 3": "did you mean --batch-size?",
+    "bench throughput --num-prompts 0": "num_prompts 0 must be at least 1",
     "bench startup --repeats 0": "--repeats 0 must be at least 1",
 }
 

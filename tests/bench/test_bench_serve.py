@@ -18,8 +18,9 @@ import pytest
 
 from mainspring.base.errors import ConfigError, EngineError
 from mainspring.bench import plot, serve
+from mainspring.bench.arguments import LoadArgs, objectives
 from mainspring.bench.http_client import HttpClient, HttpError, server_sent_events
-from mainspring.bench.load import Answer, LoadArgs, arrival_times, make_samples, objectives
+from mainspring.bench.load import Answer, arrival_times, make_samples
 from mainspring.bench.serve import Measurement, ServerReading
 from mainspring.cli import main
 from mainspring.frontend.stats import Histogram

@@ -18,7 +18,7 @@ from typing import Any
 
 from mainspring.base.config import EngineConfig
 from mainspring.bench import serve
-from mainspring.bench.load import LoadArgs
+from mainspring.bench.arguments import LoadArgs
 from mainspring.bench.process import FakeStepExecutor
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.frontend.tokenizer import Tokenizer

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from mainspring.base.errors import ConfigError
+from mainspring.bench.arguments import ENDPOINTS, LoadArgs
 from mainspring.bench.http_client import HttpClient, HttpError, server_sent_events
 
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 TOKEN_RANGE = (1000, 20_000)  # ordinary words in any vocabulary; special tokens are at the ends
 # Each word is one token, with the space before it, in the vocabularies of today's models.
 TEXT = """
@@ -39,85 +37,6 @@ first been its who now people my made over did down only way find use may water 
 after words just where
 """
 WORDS = TEXT.split()
-METRICS = ("ttft", "tpot", "itl", "e2el")
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadArgs:
-    """Each field is a flag; vLLM's names where it has it. Raises `ConfigError` for what makes no sense."""
-
-    backend: Literal["openai", "openai-chat"] = "openai-chat"
-    base_url: str = "http://127.0.0.1:8000"
-    endpoint: str | None = None  # None: the backend's
-    model: str | None = None  # None: the first that the server lists
-    header: list[str] = field(default_factory=list)  # "Name=value"
-    dataset_name: Literal["random"] = "random"
-    num_prompts: int = 100
-    num_warmups: int = 1
-    request_rate: float = math.inf  # per second
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    random_input_len: int = 128
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0  # lengths are drawn from len * (1 +- ratio)
-    random_prefix_len: int = 0  # tokens that all prompts begin with
-    ignore_eos: bool = True
-    temperature: float | None = 0.0
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    goodput: list[str] = field(default_factory=list)  # "ttft:500", in milliseconds
-    metric_percentiles: list[float] = field(default_factory=lambda: [50.0, 90.0, 99.0])
-    ready_check_timeout_sec: float = 60.0
-    server_pid: int | None = None  # whose CPU time is read, on this machine
-
-    def __post_init__(self) -> None:
-        wrong = []
-        if self.backend not in ENDPOINTS:
-            wrong.append(f"backend {self.backend!r} must be one of {', '.join(ENDPOINTS)}")
-        for name in ("num_prompts", "random_input_len", "random_output_len"):
-            if getattr(self, name) < 1:
-                wrong.append(f"{name} {getattr(self, name)} must be at least 1")
-        for name in ("num_warmups", "random_prefix_len"):
-            if getattr(self, name) < 0:
-                wrong.append(f"{name} {getattr(self, name)} must not be negative")
-        for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0:
-                wrong.append(f"{name} {getattr(self, name)} must be above 0")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            wrong.append(f"max_concurrency {self.max_concurrency} must be at least 1")
-        if not 0 <= self.random_range_ratio < 1:
-            wrong.append(f"random_range_ratio {self.random_range_ratio} must be from 0 to below 1")
-        if not all(0 < percent < 100 for percent in self.metric_percentiles):
-            wrong.append(f"metric_percentiles {self.metric_percentiles} must be between 0 and 100")
-        if any("=" not in text for text in self.header):
-            wrong.append("header must be Name=value")
-        try:
-            objectives(self.goodput)
-        except ConfigError as error:
-            wrong.append(str(error))
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-
-    @property
-    def headers(self) -> dict[str, str]:
-        given = dict(text.split("=", 1) for text in self.header)
-        if (key := os.environ.get("OPENAI_API_KEY")) is not None:
-            return {"Authorization": f"Bearer {key}"} | given
-        return given
-
-
-def objectives(goodput: Sequence[str]) -> dict[str, float]:
-    """Milliseconds by metric, from "ttft:500". Raises `ConfigError`."""
-    limits = {}
-    for text in goodput:
-        name, _, limit = text.partition(":")
-        try:
-            limits[name] = float(limit)
-        except ValueError:
-            limits[name] = -1.0
-        if name not in METRICS or not limits[name] > 0:
-            raise ConfigError(f"goodput {text!r} must be like ttft:500, one of {', '.join(METRICS)} in ms")
-    return limits
 
 
 # -- what is asked -------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 
 from mainspring.base.errors import ConfigError, EngineError
+from mainspring.bench.arguments import METRICS, LoadArgs, objectives
 from mainspring.bench.http_client import HttpClient, HttpError
-from mainspring.bench.load import METRICS, Answer, LoadArgs, Run, make_samples, objectives
+from mainspring.bench.load import Answer, Run, make_samples
 from mainspring.frontend.loop_probe import LoopProbe
 from mainspring.frontend.stats import Histogram
 

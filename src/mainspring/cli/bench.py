@@ -8,9 +8,10 @@ import json
 import sys
 import typing
 from argparse import SUPPRESS, Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
@@ -27,14 +28,18 @@ from mainspring.cli.dialect import (
 )
 
 if TYPE_CHECKING:
-    from mainspring.bench.load import LoadArgs
+    from mainspring.bench.arguments import LoadArgs
 
 BENCHES = {
     "scheduler": "what a step costs in bookkeeping alone; needs no model",
-    "throughput": "prefill, decode and memory with a real model",
+    "throughput": "prefill, decode and memory with a real model; or many requests at once",
+    "latency": "how long a batch takes, again and again",
     "startup": "import, first token, size of the install",
     "serve": "a server under load: latencies, throughput, goodput",
 }
+
+
+REPEATS = 5
 
 
 def run(argv: list[str]) -> int:
@@ -48,6 +53,8 @@ def run(argv: list[str]) -> int:
             return _scheduler(rest)
         case "throughput":
             return _throughput(rest)
+        case "latency":
+            return _latency(rest)
         case "startup":
             return _startup(rest)
         case "serve":
@@ -72,23 +79,98 @@ def _scheduler(argv: list[str]) -> int:
 
     bench = process if given.process else scheduler
     figures = bench.measure()
-    _show(bench.table(figures), figures, given.json)
-    return 0
+    return _show(bench.table(figures), figures, given)
+
+
+THROUGHPUT_HELP = {
+    "num_prompts": "requests",
+    "input_len": "random: tokens of a prompt (default: 1024)",
+    "output_len": "tokens of an answer (default: 128; sharegpt: as long as the file's)",
+    "dataset_name": "random tokens, or the conversations of --dataset-path",
+    "dataset_path": "a JSON file of conversations in ShareGPT's form",
+}
+LATENCY_HELP = {
+    "batch_size": "requests at once",
+    "input_len": "tokens of a prompt",
+    "output_len": "tokens of an answer",
+    "num_iters": "rounds",
+    "num_iters_warmup": "rounds before, which are not measured",
+}
 
 
 def _throughput(argv: list[str]) -> int:
-    examples = ("", "--kernels numpy --repeats 3 --json")
+    """The project's own scenarios; with any flag of vLLM's benchmark of that name, that one."""
+    from mainspring.bench.arguments import ThroughputArgs
+
+    examples = ("", "--num-prompts 100 --input-len 128 --output-len 64", "--kernels numpy --repeats 3 --json")
     parser = Parser("bench throughput", f"Measure {BENCHES['throughput']}.", examples, argv)
     _add_repeats(parser)
+    _add_fields(parser, "or so many requests at once, as vLLM measures", ThroughputArgs, THROUGHPUT_HELP)
+    _add_output(parser)
     add_engine_flags(parser)
     add_common_flags(parser)
     given = parser.read(argv)
+    named = _named(given, THROUGHPUT_HELP)
+    if named and hasattr(given, "repeats"):
+        first = next(iter(named)).replace("_", "-")
+        raise ConfigError(f"--repeats is for the scenarios; leave it out, or --{first}")
     set_up_logging("info" if given.verbose else None)
-    from mainspring.bench import throughput
+    if not named:
+        from mainspring.bench import throughput
 
-    figures = throughput.measure(_repeats(given), engine_arguments(given))
-    _show(throughput.table(figures), figures, given.json)
-    return 0
+        figures = throughput.measure(_repeats(given), engine_arguments(given))
+        return _show(throughput.table(figures), figures, given)
+    from mainspring.bench import offline
+
+    args = ThroughputArgs(**named, seed=getattr(given, "seed", 0))
+    with _bar(args.num_prompts, "request") as bar:
+        figures = offline.measure_throughput(args, engine_arguments(given), bar.update)
+    return _show(offline.throughput_table(figures), figures, given)
+
+
+def _latency(argv: list[str]) -> int:
+    from mainspring.bench.arguments import LatencyArgs
+
+    examples = ("", "--batch-size 1 --input-len 512 --output-len 64 --num-iters 5 --num-iters-warmup 1")
+    parser = Parser("bench latency", f"Measure {BENCHES['latency']}.", examples, argv)
+    _add_fields(parser, "the measurement", LatencyArgs, LATENCY_HELP)
+    _add_output(parser)
+    add_engine_flags(parser)
+    add_common_flags(parser)
+    given = parser.read(argv)
+    args = LatencyArgs(**_named(given, LATENCY_HELP), seed=getattr(given, "seed", 0))
+    set_up_logging("info" if given.verbose else None)
+    from mainspring.bench import offline
+
+    with _bar(args.num_iters_warmup + args.num_iters, "round") as bar:
+        figures = offline.measure_latency(args, engine_arguments(given), bar.update)
+    return _show(offline.latency_table(figures), figures, given)
+
+
+def _add_fields(parser: Parser, title: str, kind: type, words: Mapping[str, str]) -> None:
+    """A flag for each of these fields of a dataclass."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(kind)
+    defaults = {f.name: f.default for f in fields(kind)}
+    for name, help in words.items():
+        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        add_flag(group, name, hints[name], help + shown)
+
+
+def _named(given: Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """What was typed of these."""
+    return {name: getattr(given, name) for name in names if hasattr(given, name)}
+
+
+def _add_output(parser: Parser) -> None:
+    group = parser.add_argument_group("what comes of it")
+    group.add_argument("--output-json", metavar="FILE", help="write the figures there, as JSON")
+
+
+def _bar(total: int, unit: str, is_silent: bool = False) -> Any:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(total=total, unit=unit, disable=is_silent or None)  # None: unless a terminal looks on
 
 
 def _startup(argv: list[str]) -> int:
@@ -101,8 +183,7 @@ def _startup(argv: list[str]) -> int:
 
     args = EngineArgs.from_mapping(engine_arguments(given))
     figures = startup.measure(_repeats(given), args.model, args.kernels)
-    _show(startup.table(figures), figures, given.json)
-    return 0
+    return _show(startup.table(figures), figures, given)
 
 
 SERVE_HELP = {
@@ -145,7 +226,7 @@ SERVE_RARE = (
 
 
 def _serve(argv: list[str]) -> int:
-    from mainspring.bench.load import LoadArgs
+    from mainspring.bench.arguments import LoadArgs
 
     examples = (
         "--request-rate 4 --num-prompts 40",
@@ -191,16 +272,13 @@ def _measure_server(args: LoadArgs, given: Namespace) -> int:
     """Exit status 1 if a request failed: then the figures are not those of the load that was asked for."""
     import asyncio
 
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
     from mainspring.bench import plot, serve
 
-    is_silent = True if given.disable_tqdm else None  # None: unless a terminal looks on
-    with tqdm(total=args.num_prompts, disable=is_silent, unit="request") as bar:
+    with _bar(args.num_prompts, "request", given.disable_tqdm) as bar:
         measured = asyncio.run(
             serve.measure(args, on_done=lambda answer: bar.update(1), on_start=bar.unpause)
         )
-    _show(serve.table(measured), serve.figures(measured), given.json)
+    _show(serve.table(measured), serve.figures(measured), given)
     if given.plot is not None:
         try:
             Path(given.plot).write_text(plot.svg(measured), encoding="utf-8")
@@ -215,18 +293,25 @@ def _numbers(text: str) -> list[float]:
 
 def _add_repeats(parser: Parser) -> None:
     group = parser.add_argument_group("the measurement")
-    add_flag(group, "repeats", int, "each figure is the median of so many runs (default: 5)", default=5)
+    help = f"each figure is the median of so many runs (default: {REPEATS})"
+    add_flag(group, "repeats", int, help)
 
 
 def _repeats(given: Namespace) -> int:
-    repeats: int = given.repeats
+    repeats: int = getattr(given, "repeats", REPEATS)
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} must be at least 1")
     return repeats
 
 
-def _show(table: str, figures: dict[str, object], as_json: bool) -> None:
+def _show(table: str, figures: dict[str, Any], given: Namespace) -> int:
     """For people on standard output; for programs one line of JSON there, and the table on standard error."""
-    print(table, file=sys.stderr if as_json else sys.stdout)
-    if as_json:
+    print(table, file=sys.stderr if given.json else sys.stdout)
+    if given.json:
         print(json.dumps(figures))
+    if (path := getattr(given, "output_json", None)) is not None:
+        try:
+            Path(path).write_text(json.dumps(figures, indent=4) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output-json {path} cannot be written: {error.strerror}") from None
+    return 0

@@ -29,7 +29,9 @@ COMMANDS = {
     "generate": Entry("generate", "continue a text"),
     "serve": Entry("serve", "serve a model to clients of the OpenAI API"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
-    "bench": Entry("bench", "measure this machine: scheduler, throughput, startup; or a server: serve"),
+    "bench": Entry(
+        "bench", "measure this machine: scheduler, throughput, latency, startup; or a server: serve"
+    ),
     "cache": Entry("cache", "packed weights on disk: list them, or clear"),
     "doctor": Entry("doctor", "what mainspring found here: kernels, cores, memory, models"),
 }
