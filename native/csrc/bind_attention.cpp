@@ -14,6 +14,7 @@
 
 #include "attention_plan.h"
 #include "cpu.h"
+#include "encoded_rows.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -29,12 +30,6 @@ using InOut = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 
 void require(bool right, const char* what) {
   if (!right) throw std::invalid_argument(what);
-}
-
-const Kernels& variant_named(const std::string& name) {
-  const Kernels* variant = find_variant(name);
-  require(variant && can_run(*variant), "no variant of that name runs here");
-  return *variant;
 }
 
 void rms_norm(const std::string& variant, In<float, 1> x, In<float, 1> weight, float eps,
@@ -139,13 +134,13 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
   args.out = out ? out->data() : nullptr;
   args.cache = cache;
   args.shape = {width / head_size, num_kv_heads, head_size, scale, window, soft_cap, causal};
-  std::vector<int32_t> sums;
+  std::optional<EncodedRows> encoded;
   if (codes) {
     require(width / num_kv_heads % kBlock == 0, "a KV head's rows must be whole blocks of 32 to be encoded");
     require(scales && codes->size() == q.size() && scales->size() * kBlock == q.size(),
             "codes of another shape");
-    sums.resize(q.size() / kGroup);
-    args.encoded = {codes->data(), nullptr, scales->data(), sums.data(), width};
+    encoded.emplace(num_tokens, width, false);
+    args.encoded = encoded->view();
   }
   const BatchView batch{num_requests, num_tokens, nullptr, nullptr, starts.data(), seq_lens.data()};
   const BlockTables tables{table.data(), static_cast<int32_t>(table.shape(1)), nullptr};
@@ -175,6 +170,7 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
     pool.run(pass);
     best_s = std::min(best_s, seconds() - start);
   }
+  if (codes) encoded->take_apart(codes->data(), nullptr, scales->data(), nullptr);
   nb::gil_scoped_acquire acquired;
   return nb::make_tuple(plan_s, best_s, num_units(*owner.plan), num_spans_read(*owner.plan));
 }

@@ -13,6 +13,7 @@
 
 #include "ceilings.h"
 #include "cpu.h"
+#include "encoded_rows.h"
 #include "pack.h"
 
 namespace nb = nanobind;
@@ -23,13 +24,6 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-const Kernels& usable_variant(const std::string& name) {
-  const Kernels* variant = find_variant(name);
-  if (!variant) throw std::invalid_argument("no variant '" + name + "' of the kernels");
-  if (!can_run(*variant)) throw std::invalid_argument("this processor cannot run the variant '" + name + "'");
-  return *variant;
-}
 
 // Memory as kernels want it.
 template <class T>
@@ -90,21 +84,6 @@ nb::ndarray<nb::numpy, float> unpack(const PackedMatrix& m) {
   return out;
 }
 
-// Rows encoded for a matrix.
-struct EncodedRows {
-  EncodedRows(int64_t rows, int64_t columns, bool wide)
-      : high(rows * columns),
-        low(wide ? rows * columns : 0),
-        scales(rows * (columns / kBlock)),
-        code_sums(rows * (columns / kGroup)),
-        view{high.data(), wide ? low.data() : nullptr, scales.data(), code_sums.data(),
-             static_cast<int32_t>(columns)} {}
-  Aligned<int8_t> high, low;
-  Aligned<float> scales;
-  Aligned<int32_t> code_sums;
-  Encoded view;
-};
-
 bool is_wide(const std::string& activations) {
   if (activations == "int16") return true;
   if (activations == "int8") return false;
@@ -114,16 +93,16 @@ bool is_wide(const std::string& activations) {
 // A matrix, rows for it, and how calls are cut.
 struct Product {
   Product(const PackedMatrix& m, const Floats& x, const std::string& variant, const std::string& activations)
-      : kernels(usable_variant(variant)), matrix(m), num_rows(static_cast<int>(x.shape(0))) {
+      : kernels(variant_named(variant)), matrix(m), num_rows(static_cast<int>(x.shape(0))) {
     if (!m.is_bound()) throw std::invalid_argument("the matrix has no memory yet: bind it first");
     const int columns = m.view().columns;
     if (static_cast<int>(x.shape(1)) != columns)
       throw std::invalid_argument("x has another number of columns");
     if (m.view().scales) {
       encoded = std::make_unique<EncodedRows>(num_rows, columns, is_wide(activations));
-      input.encoded = encoded->view;
+      input.encoded = encoded->view();
       for (int row = 0; row < num_rows; ++row)
-        kernels.encode(x.data() + int64_t{row} * columns, columns, encoded->view, row, 0);
+        kernels.encode(x.data() + int64_t{row} * columns, columns, encoded->view(), row, 0);
     } else {
       input.rows = x.data();
     }
@@ -186,18 +165,19 @@ double time_linear(const PackedMatrix& m, const Floats& x, const std::string& va
   return best;
 }
 
+// Encoded rows, taken apart: high and low bytes [rows][columns], scales [rows][blocks], sums [rows][half blocks].
 nb::tuple encode(const Floats& x, const std::string& variant, const std::string& activations) {
-  const Kernels& kernels = usable_variant(variant);
+  const Kernels& kernels = variant_named(variant);
   const size_t rows = x.shape(0), columns = x.shape(1), blocks = columns / kBlock;
   if (columns % kBlock) throw std::invalid_argument("a row is encoded in whole blocks of 32");
   const bool wide = is_wide(activations);
+  EncodedRows encoded(rows, columns, wide);
+  for (size_t row = 0; row < rows; ++row)
+    kernels.encode(x.data() + row * columns, static_cast<int>(columns), encoded.view(), static_cast<int>(row), 0);
   auto high = new_array<int8_t>({rows, columns}), low = new_array<int8_t>({rows, columns});
   auto scales = new_array<float>({rows, blocks});
   auto code_sums = new_array<int32_t>({rows, columns / kGroup});
-  const Encoded out{high.data(), wide ? low.data() : nullptr, scales.data(), code_sums.data(),
-                    static_cast<int32_t>(columns)};
-  for (size_t row = 0; row < rows; ++row)
-    kernels.encode(x.data() + row * columns, static_cast<int>(columns), out, static_cast<int>(row), 0);
+  encoded.take_apart(high.data(), low.data(), scales.data(), code_sums.data());
   return nb::make_tuple(high, low, scales, code_sums);
 }
 
@@ -205,7 +185,7 @@ nb::ndarray<nb::numpy, float> embed(const PackedMatrix& m, int row, const std::s
   if (!m.is_bound()) throw std::invalid_argument("the matrix has no memory yet: bind it first");
   if (row < 0 || row >= m.view().rows) throw std::invalid_argument("the matrix has no such row");
   auto out = new_array<float>({static_cast<size_t>(m.view().columns)});
-  usable_variant(variant).embed(m.view(), row, out.data());
+  variant_named(variant).embed(m.view(), row, out.data());
   return out;
 }
 
@@ -214,7 +194,7 @@ nb::list measured_ceilings(const std::string& variant, int num_threads) {
   std::vector<Ceilings> ceilings;
   {
     nb::gil_scoped_release unlocked;
-    ceilings = measure_ceilings(usable_variant(variant), num_threads);
+    ceilings = measure_ceilings(variant_named(variant), num_threads);
   }
   nb::list found;
   for (const Ceilings& c : ceilings) {

@@ -26,13 +26,6 @@ using Vector64 = Array<int64_t, nb::ndim<1>>;
 using Table = Array<int32_t, nb::ndim<2>>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
 
-const Kernels& variant_named(const std::string& name) {
-  const Kernels* variant = find_variant(name);
-  if (!variant) throw std::invalid_argument("there is no variant " + name);
-  if (!can_run(*variant)) throw std::invalid_argument("this processor cannot run the variant " + name);
-  return *variant;
-}
-
 std::vector<std::string> runnable_variants() {
   std::vector<std::string> names;
   for (const Kernels* variant : all_variants())

@@ -28,13 +28,6 @@ using Ids = Array<int64_t, 1>;
 using Floats = Array<float, 1>;
 using Logits = Array<float, 2>;
 
-const Kernels& usable_variant(const std::string& name) {
-  const Kernels* variant = find_variant(name);
-  if (!variant) throw std::invalid_argument("there is no variant " + name);
-  if (!can_run(*variant)) throw std::invalid_argument("this processor cannot run the variant " + name);
-  return *variant;
-}
-
 template <typename T>
 struct NewArray {  // T[rows][columns], or [rows] where columns is 0
   T* data;
@@ -153,7 +146,7 @@ class RowsPass final : public Pass {
 class Sampler {
  public:
   Sampler(std::shared_ptr<Pool> pool, const std::string& variant, int vocab_size)
-      : kernels_(usable_variant(variant)),
+      : kernels_(variant_named(variant)),
         pool_(std::move(pool)),
         vocab_size_(vocab_size),
         scratch_size_(kSamplingArrays * (int64_t{vocab_size} + kSamplingSlack)),
@@ -277,7 +270,7 @@ std::tuple<int, float> argmax(const std::string& variant, const Floats& row,
   if (mask && mask->size() * 32 < row.size()) throw std::invalid_argument("the mask is too short");
   const auto* words = mask ? reinterpret_cast<const uint32_t*>(mask->data()) : nullptr;
   float value;
-  const int index = usable_variant(variant).argmax(row.data(), static_cast<int>(row.size()), words, &value);
+  const int index = variant_named(variant).argmax(row.data(), static_cast<int>(row.size()), words, &value);
   return {index, value};
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <fstream>
 #include <limits>
+#include <stdexcept>
 #include <string>
 
 namespace mainspring {
@@ -26,10 +27,13 @@ bool can_run(const Kernels& variant) {
          __builtin_cpu_supports("avx512vnni");
 }
 
-const Kernels* find_variant(const std::string& name) {
-  for (const Kernels* variant : all_variants())
-    if (name == variant->name) return variant;
-  return nullptr;
+const Kernels& variant_named(const std::string& name) {
+  for (const Kernels* variant : all_variants()) {
+    if (name != variant->name) continue;
+    if (can_run(*variant)) return *variant;
+    throw std::invalid_argument("this processor cannot run the variant " + name);
+  }
+  throw std::invalid_argument("there is no variant " + name);
 }
 
 double measure(const Kernels& variant) {
@@ -37,12 +41,10 @@ double measure(const Kernels& variant) {
   constexpr int kRows = 12, kPanels = 4, kColumns = 512, kBlocks = kColumns / kBlock, kRounds = 16, kWindows = 12;
   alignas(64) static uint8_t codes[kPanels * kLanes * kColumns / 2];
   alignas(64) static uint16_t scales[kPanels * kLanes * kBlocks];
-  alignas(64) int8_t high[kRows * kColumns] = {};
-  float row_scales[kRows * kBlocks] = {};
-  int32_t sums[kRows * kColumns / kGroup] = {};
+  alignas(64) uint8_t records[kRows / kPair * kBlocks * record_bytes(false)] = {};
   alignas(64) float tile[kRows * kPanels * kLanes];
   const Matrix matrix{Form::Q4, kPanels * kLanes, kColumns, 8, codes, scales, nullptr, kLanes * kColumns / 2};
-  const Input input{nullptr, {high, nullptr, row_scales, sums, kColumns}};
+  const Input input{nullptr, {records, kColumns, false}};
   double best_ns = std::numeric_limits<double>::infinity();
   for (int window = 0; window < kWindows; ++window) {
     const auto start = std::chrono::steady_clock::now();

@@ -11,7 +11,8 @@ namespace mainspring {
 // All compiled variants, slowest first.
 const std::vector<const Kernels*>& all_variants();
 bool can_run(const Kernels& variant);  // by cpuid and what the system saves of the registers
-const Kernels* find_variant(const std::string& name);  // null: there is none of that name
+// Throws std::invalid_argument where there is none of that name, or this processor cannot run it.
+const Kernels& variant_named(const std::string& name);
 // Operations per nanosecond of a small product of 4-bit weights: what a short look says of a variant's speed.
 double measure(const Kernels& variant);
 // Of the affinity mask, limited by the quotas of the process's control group and of those above it; at least 1.

@@ -41,20 +41,29 @@ struct Matrix {
   int32_t group = kBlock;  // inputs that share a scale: kBlock; or kGroup, of Q8 without mins alone
 };
 
-// Activations as integers: per row and kBlock inputs one scale. A value is scale * (high * 256 + low) where
-// there is a low part (16 bits), else scale * high (8 bits).
+// Activations as integers, rows in pairs, so that a product finds all that it needs of a few rows and a block at
+// fixed distances from few addresses. Per pair of rows and kBlock inputs there is a record:
+//   int8_t high[2][kBlock], int8_t low[2][kBlock] where there are 16 bits, RecordTail.
+// A value is scale * (high * 256 + low) with 16 bits, else scale * high.
+constexpr int kPair = 2;
+struct RecordTail {
+  float scales[kPair];
+  float sums[kPair];  // scale * sum of the block's integers: what an output's min is multiplied with
+  int32_t half_sums[kPair][kBlock / kGroup];  // of the integers of every kGroup inputs
+};
+constexpr int codes_bytes(bool wide) { return kPair * kBlock * (wide ? 2 : 1); }
+constexpr int record_bytes(bool wide) { return codes_bytes(wide) + static_cast<int>(sizeof(RecordTail)); }
+
 struct Encoded {
-  int8_t* high;        // [rows][columns]
-  int8_t* low;         // [rows][columns], or null
-  float* scales;       // [rows][columns / kBlock]
-  int32_t* code_sums;  // [rows][columns / kGroup]: sums of the integers of every kGroup inputs
+  uint8_t* records;  // [rows / 2, rounded up][columns / kBlock]; null: nothing is encoded
   int32_t columns;
+  bool wide;  // 16 bits
 };
 
 // What a linear kernel reads: floats for F32, F16 and BF16 weights, encoded rows for Q8 and Q4.
 struct Input {
   const float* rows;  // [rows][columns], or null
-  Encoded encoded;    // `high` is null where `rows` is not
+  Encoded encoded;    // no records where there are rows
 };
 
 // ---- attention ------------------------------------------------------------------------------------------
@@ -89,7 +98,7 @@ struct AttentionArgs {
   const AttentionPlan* plan;
   const float* q;  // row t's query heads begin at q + t * q_stride
   int64_t q_stride;
-  float* out;  // [tokens][num_heads * head_size]; may be null if encoded.high is not
+  float* out;  // [tokens][num_heads * head_size]; may be null if encoded.records is not
   Encoded encoded;  // only where the query heads of a KV head are whole blocks
   KVCache cache;
   AttentionShape shape;

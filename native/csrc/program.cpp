@@ -66,22 +66,14 @@ void Machine::reserve(int rows) {
   for (Buffer& buffer : buffers_) {
     if (rows <= buffer.capacity) continue;
     buffer.capacity = rows;
-    const size_t codes = (static_cast<size_t>(rows) * buffer.width + 63) / 64 * 64;
-    const size_t blocks = static_cast<size_t>(rows) * (buffer.width / kBlock);
-    const size_t float_bytes = buffer.wants_rows ? 4 * codes : 0;
-    const size_t encoded_bytes = buffer.wants_encoded ? (int16 ? 2 : 1) * codes + (4 + 4 * kBlock / kGroup) * blocks : 0;
-    buffer.memory = std::make_shared<Memory>(float_bytes + encoded_bytes);
+    const size_t floats = (static_cast<size_t>(rows) * buffer.width + 15) / 16 * 16;
+    const size_t num_records = static_cast<size_t>(rows + kPair - 1) / kPair * (buffer.width / kBlock);
+    const size_t float_bytes = buffer.wants_rows ? sizeof(float) * floats : 0;
+    buffer.memory =
+        std::make_shared<Memory>(float_bytes + (buffer.wants_encoded ? num_records * record_bytes(int16) : 0));
     uint8_t* at = buffer.memory->data();
     buffer.rows = buffer.wants_rows ? reinterpret_cast<float*>(at) : nullptr;
-    at += float_bytes;
-    buffer.encoded = {};
-    buffer.encoded.columns = buffer.width;
-    if (!buffer.wants_encoded) continue;
-    buffer.encoded.high = reinterpret_cast<int8_t*>(at);
-    buffer.encoded.low = int16 ? reinterpret_cast<int8_t*>(at + codes) : nullptr;
-    at += (int16 ? 2 : 1) * codes;
-    buffer.encoded.scales = reinterpret_cast<float*>(at);
-    buffer.encoded.code_sums = reinterpret_cast<int32_t*>(at + 4 * blocks);
+    buffer.encoded = {buffer.wants_encoded ? at + float_bytes : nullptr, buffer.width, int16};
   }
 }
 

@@ -43,7 +43,7 @@ struct Buffer {
   int width;
   int capacity = 0;
   float* rows = nullptr;  // [capacity][width]; null if only encoded
-  Encoded encoded{};      // `high` is null if only floats
+  Encoded encoded{};      // no records if only floats
   bool wants_rows = false;
   bool wants_encoded = false;
   std::shared_ptr<Memory> memory;  // shared with views of it

@@ -530,7 +530,7 @@ class Worker {
         const F32 total = splat(sums[size + 1]);
         for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) / total);
       }
-      if (args_.encoded.high) encode(to, width, args_.encoded, token, column);
+      if (args_.encoded.records) encode(to, width, args_.encoded, token, column);
     }
   }
 

@@ -17,13 +17,21 @@
 constexpr int kAhead = 4096;  // bytes of codes between what is asked for and what is used
 
 // How rows are cut: 8, 6, 4, 3, 2, 1 from what the variant's registers hold. `Kernel` has run<rows>(row) for
-// all of its panels, rows counted from the first of the call.
+// all of its panels, rows counted from the first of the call. Only the first and the last tile may have an odd
+// number of rows, so that a tile of several begins with a pair (see Encoded).
 constexpr int next_tile_rows(int rows) { return rows > 4 ? rows - 2 : rows - 1; }
 
 template <int kRows, class Kernel>
-inline void cut_rows(const Kernel& kernel, int row) {
+inline void cut_even_rows(const Kernel& kernel, int row) {
   for (; row + kRows <= kernel.call.num_rows; row += kRows) kernel.template run<kRows>(row);
-  if constexpr (kRows > 1) cut_rows<next_tile_rows(kRows)>(kernel, row);
+  if constexpr (kRows > 1) cut_even_rows<next_tile_rows(kRows)>(kernel, row);
+}
+
+template <int kRows, class Kernel>
+inline void cut_rows(const Kernel& kernel) {
+  const int row = kernel.call.first_row % kPair;
+  if (row) kernel.template run<1>(0);
+  cut_even_rows<kRows>(kernel, row);
 }
 
 // What a call of linear() covers.
@@ -68,79 +76,60 @@ struct QuantizedKernel {
 
   template <int kRows>
   __attribute__((noinline)) void run(int row, int panel) const {
-    const int num_blocks = matrix.columns / kBlock;
-    const int64_t x_row = call.first_row + row, index = call.first_panel + panel;
+    const int num_blocks = matrix.columns / kBlock, offset = -matrix.offset;
+    const int x_row = call.first_row + row;
+    const int64_t index = call.first_panel + panel, scales_at = index * num_blocks * kGroups * kLanes;
     const uint8_t* codes = matrix.codes + index * matrix.codes_stride;
-    const int64_t scales_at = index * num_blocks * kGroups * kLanes;
     const uint16_t *scales = matrix.scales + scales_at, *mins = kMins ? matrix.mins + scales_at : nullptr;
-    const float* x_scales = x.scales + x_row * num_blocks;
-    const int8_t *high = x.high + x_row * x.columns, *low = kWide ? x.low + x_row * x.columns : nullptr;
+    const uint8_t* records[(kRows + 1) / kPair];
+    UNROLL for (int i = 0; i < (kRows + 1) / kPair; ++i) records[i] =
+        x.records + (x_row / kPair + i) * int64_t{num_blocks} * kRecordBytes;
 
     F32 sums[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) sums[r] = splat(0.0f);
-    for (int begin = 0; begin < num_blocks; begin += kLanes) {
-      const int end = begin + kLanes < num_blocks ? begin + kLanes : num_blocks;
-      Corrections<kRows> corrections;
-      prepare(x_row, begin, end, corrections);
-      for (int64_t b = begin; b < end; ++b) {
-        Bytes block[kWords];
-        load_codes<kFourBits>(codes + b * kCodesBytes, block);
-        UNROLL for (int i = 0; i < kCodesBytes; i += 64)
-            __builtin_prefetch(codes + b * kCodesBytes + kAhead + i);
-        UNROLL for (int g = 0; g < kGroups; ++g) {
-          const int64_t at = b * kGroups + g;
-          const F32 scale = load_half(scales + at * kLanes);
-          __builtin_prefetch(scales + at * kLanes + kAhead / kCodesBytes * kGroups * kLanes);
-          F32 min;
-          if constexpr (kMins) {
-            min = load_half(mins + at * kLanes);
-            __builtin_prefetch(mins + at * kLanes + kAhead / kCodesBytes * kGroups * kLanes);
+    for (int b = 0; b < num_blocks; ++b) {
+      Bytes block[kWords];
+      load_codes<kFourBits>(codes, block);
+      UNROLL for (int i = 0; i < kCodesBytes; i += 64) __builtin_prefetch(codes + kAhead + i);
+      UNROLL for (int g = 0; g < kGroups; ++g) {
+        const F32 scale = load_half(scales + g * kLanes);
+        __builtin_prefetch(scales + (g + kScalesAhead) * kLanes);
+        F32 min;
+        if constexpr (kMins) {
+          min = load_half(mins + g * kLanes);
+          __builtin_prefetch(mins + (g + kScalesAhead) * kLanes);
+        }
+        UNROLL for (int r = 0; r < kRows; ++r) {
+          // A tile of more rows than one begins with a pair.
+          const int side = kRows == 1 ? x_row % kPair : r % kPair;
+          const uint8_t* record = records[r / kPair];
+          const auto* tail = reinterpret_cast<const RecordTail*>(record + codes_bytes(kWide));
+          const auto* high = reinterpret_cast<const int8_t*>(record) + side * kBlock + g * (kBlock / kGroups);
+          I32 total = splat(kMins ? 0 : offset * sum_of_group(tail->half_sums[side], g));
+          if constexpr (kWide) {
+            total = dot(total, block, g, high + kPair * kBlock);
+            total = total + shift_left<8>(dot(splat(0), block, g, high));
+          } else {
+            total = dot(total, block, g, high);
           }
-          UNROLL for (int r = 0; r < kRows; ++r) {
-            const int64_t x_at = int64_t{r} * x.columns + b * kBlock + g * (kBlock / kGroups);
-            I32 total = splat(kMins ? 0 : corrections.of_offset[r][at - begin * kGroups]);
-            if constexpr (kWide) {
-              total = dot(total, block, g, low + x_at);
-              total = total + shift_left<8>(dot(splat(0), block, g, high + x_at));
-            } else {
-              total = dot(total, block, g, high + x_at);
-            }
-            const F32 both = scale * splat(x_scales[int64_t{r} * num_blocks + b]);
-            sums[r] = fma(to_float(total), both, sums[r]);
-            if constexpr (kMins)
-              sums[r] = fma(min, splat(corrections.of_min[r][at - begin * kGroups]), sums[r]);
-          }
+          sums[r] = fma(to_float(total), scale * splat(tail->scales[side]), sums[r]);
+          if constexpr (kMins) sums[r] = fma(min, splat(tail->sums[side]), sums[r]);
         }
       }
+      codes += kCodesBytes;
+      scales += kGroups * kLanes;
+      if constexpr (kMins) mins += kGroups * kLanes;
+      UNROLL for (int i = 0; i < (kRows + 1) / kPair; ++i) records[i] += kRecordBytes;
     }
     UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r]);
   }
 
  private:
-  // Per row and group: what an output's min is multiplied with, or the integer that its offset adds.
-  template <int kRows>
-  struct Corrections {
-    float of_min[kRows][kLanes * kGroups];
-    int32_t of_offset[kRows][kLanes * kGroups];
-  };
+  static constexpr int kRecordBytes = record_bytes(kWide);
+  static constexpr int kScalesAhead = kAhead / kCodesBytes * kGroups;
 
-  // Those of blocks [begin, end): in the loop over blocks they would cost more.
-  template <int kRows>
-  void prepare(int64_t x_row, int begin, int end, Corrections<kRows>& corrections) const {
-    constexpr int kParts = kBlock / kGroup / kGroups;  // sums of activations per group
-    const int num_blocks = matrix.columns / kBlock, count = (end - begin) * kGroups;
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at = (x_row + r) * num_blocks + begin;
-      const int32_t* part = x.code_sums + at * kGroups * kParts;
-      for (int i = 0; i < count; ++i) {
-        const int32_t sum = kParts == 2 ? part[2 * i] + part[2 * i + 1] : part[i];
-        if constexpr (kMins) {
-          corrections.of_min[r][i] = x.scales[at + i / kGroups] * static_cast<float>(sum);
-        } else {
-          corrections.of_offset[r][i] = -matrix.offset * sum;
-        }
-      }
-    }
+  static int32_t sum_of_group(const int32_t (&half_sums)[kBlock / kGroup], int group) {
+    return kGroups == 2 ? half_sums[group] : half_sums[0] + half_sums[1];
   }
 
   static I32 dot(I32 sum, const Bytes* block, int group, const int8_t* activations) {
@@ -153,8 +142,8 @@ struct QuantizedKernel {
 
 template <bool kFourBits, bool kMins, int kGroups = 1>
 inline void multiply_quantized(const Matrix& m, const Encoded& x, const Call& call) {
-  if (x.low) return cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, true, kGroups>{m, x, call}, 0);
-  cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, false, kGroups>{m, x, call}, 0);
+  if (x.wide) return cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, true, kGroups>{m, x, call});
+  cut_rows<kTileRows>(QuantizedKernel<kFourBits, kMins, false, kGroups>{m, x, call});
 }
 
 // ---- floats ----------------------------------------------------------------------------------------------
@@ -210,7 +199,7 @@ struct FloatKernel {
 
 template <Form kForm>
 inline void multiply_floats(const Matrix& m, const float* x, const Call& call) {
-  cut_rows<kTileSums / kChains>(FloatKernel<kForm>{m, x, call}, 0);
+  cut_rows<kTileSums / kChains>(FloatKernel<kForm>{m, x, call});
 }
 
 void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, float* tile) {
@@ -240,42 +229,52 @@ void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, 
 // does every output that reads it.
 constexpr float kTiny = 0x1p-110f, kHuge = 0x1.fffffep+127f;
 
-inline void encode_block(const float* x, int8_t* high, int8_t* low, float* scale, int32_t* code_sums) {
-  const float largest_code = low ? 127.0f * 256.0f : 127.0f;
+template <bool kWide>
+inline void encode_block(const float* x, uint8_t* record, int side) {
+  constexpr float kLargestCode = kWide ? 127.0f * 256.0f : 127.0f;
+  auto* high = reinterpret_cast<int8_t*>(record) + side * kBlock;
+  auto* tail = reinterpret_cast<RecordTail*>(record + codes_bytes(kWide));
   const F32 x0 = load(x), x1 = load(x + kLanes);
   const F32 a0 = abs(x0), a1 = abs(x1);
   const bool finite = (not_less(splat(kHuge), a0) & not_less(splat(kHuge), a1)) == 0xffff;
   const float amax = largest(max(a0, a1));
   const bool usable = finite && amax >= kTiny;
-  const F32 inverse = splat(usable ? largest_code / amax : 0.0f);
-  *scale = usable ? amax / largest_code : finite ? 0.0f : __builtin_nanf("");
+  const float scale = usable ? amax / kLargestCode : finite ? 0.0f : __builtin_nanf("");
   I32 c0 = splat(0), c1 = splat(0);
   if (usable) {
+    const F32 inverse = splat(kLargestCode / amax);
     c0 = round_to_int(x0 * inverse);
     c1 = round_to_int(x1 * inverse);
   }
-  code_sums[0] = sum(c0);
-  code_sums[1] = sum(c1);
-  if (low) {  // c = 256 * h + l with l in [-128, 127]
-    const I32 h0 = shift_right<8>(c0 + splat(128)), h1 = shift_right<8>(c1 + splat(128));
-    store_low_bytes(high, h0);
-    store_low_bytes(high + kLanes, h1);
+  int32_t(&sums)[2] = tail->half_sums[side];
+  if constexpr (kWide) {  // c = 256 * h + l with l in [-128, 127]
+    int8_t* low = high + kPair * kBlock;
+    store_low_bytes(high, shift_right<8>(c0 + splat(128)));
+    store_low_bytes(high + kLanes, shift_right<8>(c1 + splat(128)));
     store_low_bytes(low, c0);
     store_low_bytes(low + kLanes, c1);
+    sums[0] = sum(c0);
+    sums[1] = sum(c1);
   } else {
     store_low_bytes(high, c0);
     store_low_bytes(high + kLanes, c1);
+    sum_bytes(c0, c1, sums);
   }
+  tail->scales[side] = scale;
+  tail->sums[side] = scale * static_cast<float>(sums[0] + sums[1]);
+}
+
+template <bool kWide>
+inline void encode_blocks(const float* x, int count, const Encoded& out, int row, int column) {
+  const int64_t first = int64_t{row / kPair} * (out.columns / kBlock) + column / kBlock;
+  uint8_t* record = out.records + first * record_bytes(kWide);
+  for (int i = 0; i < count; i += kBlock, record += record_bytes(kWide))
+    encode_block<kWide>(x + i, record, row % kPair);
 }
 
 void encode(const float* x, int count, const Encoded& out, int row, int column) {
-  const int64_t num_blocks = out.columns / kBlock;
-  for (int i = 0; i < count; i += kBlock) {
-    const int64_t at = int64_t{row} * out.columns + column + i;
-    const int64_t block = row * num_blocks + (column + i) / kBlock;
-    encode_block(x + i, out.high + at, out.low ? out.low + at : nullptr, out.scales + block,
-                 out.code_sums + 2 * block);
-  }
+  const auto blocks = out.wide ? encode_blocks<true> : encode_blocks<false>;
+  blocks(x, count, out, row, column);
 }
 
 // ---- one row ---------------------------------------------------------------------------------------------
