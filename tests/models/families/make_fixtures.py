@@ -1,0 +1,62 @@
+"""Makes the fixtures of `family_fixtures.py`: tiny networks, computed by transformers in float32.
+
+    python tests/models/families/make_fixtures.py [NAME ...]
+
+Needs torch and transformers (made with 2.13.0 and 5.24.0), which mainspring does not: use an environment of
+its own. Configs are written as makers publish them, and read as transformers reads a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from family_configs import CONFIGS, SEQUENCES
+from family_fixtures import Fixture, save, weight
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def make(name: str) -> Fixture:
+    config = CONFIGS[name]
+    vocab_size = config["vocab_size"]
+    rng = np.random.default_rng(len(name))
+    lengths = SEQUENCES.get(name, SEQUENCES["default"])
+    token_ids = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+    with tempfile.TemporaryDirectory() as given:
+        folder = Path(given)
+        (folder / "config.json").write_text(json.dumps(config))
+        read = AutoConfig.from_pretrained(folder)
+        AutoModelForCausalLM.from_config(read).save_pretrained(folder)
+        with safe_open(folder / "model.safetensors", "np") as file:
+            shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in sorted(file.keys())}
+        saved_config = json.loads((folder / "config.json").read_text())
+        # The published form again: this is what must be understood.
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {tensor: weight(tensor, shape) for tensor, shape in shapes.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits = [model.eval()(torch.tensor([ids])).logits[0].numpy() for ids in token_ids]
+    return Fixture(name, config, saved_config, shapes, token_ids, logits)
+
+
+def main(names: list[str]) -> None:
+    for name in names or CONFIGS:
+        fixture = make(name)
+        path = save(fixture)
+        spread: Any = np.concatenate(fixture.logits).std()
+        print(f"{path.name}: {path.stat().st_size} bytes, logits spread over {spread:.2f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
