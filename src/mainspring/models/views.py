@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mainspring.checkpoint.blocks import TYPES_BY_NAME
+
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,18 +56,20 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Rows [begin, end) of `tensor`; or all of it, turned over, made longer, or with a constant added."""
+    """Of `tensor`, turned over if `transpose`: rows and columns, as a vector if `flat`, with `plus` added."""
 
     tensor: str
-    begin: int = 0
+    begin: int = 0  # rows [begin, end)
     end: int | None = None
+    columns: tuple[int, int] | None = None  # [first, second); None: all
     transpose: bool = False
     plus: float = 0.0
     flat: bool = False  # a matrix of one row is a vector
 
     @property
-    def is_rows(self) -> bool:
-        return not (self.transpose or self.plus or self.flat)
+    def is_changed(self) -> bool:
+        """Whether elements have other values, or another order, than in the file."""
+        return self.transpose or self.flat or self.plus != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class _Info:
 class Views:
     """A `TensorSource` of the source's tensors, except those that views are made of, and of the views.
 
-    A view may have the name of its tensor. A view that ends behind its tensor's rows has the rows there are:
-    whoever checks shapes finds too few.
+    A view may have the name of its tensor. A view that ends behind its tensor's rows or columns has those
+    there are: whoever checks shapes finds too few.
     """
 
     def __init__(self, source: TensorSource, views: Mapping[str, View]) -> None:
@@ -97,49 +101,56 @@ class Views:
         if view is None:
             return self._source.info(name)
         info = self._source.info(view.tensor)
-        shape = tuple(info.shape)
-        if view.is_rows:
-            begin, end, _ = slice(view.begin, view.end).indices(shape[0])
-            return _Info((max(0, end - begin), *shape[1:]), info.type)
+        shape, type_name = tuple(info.shape), "F32" if view.is_changed else info.type
         if view.transpose:
             shape = shape[::-1]
+        shape = (_length(shape[0], view.begin, view.end), *shape[1:])
+        if view.columns is not None:
+            if _block_columns(view.columns, shape[1], type_name) is None:
+                type_name = "F32"
+            shape = (shape[0], _length(shape[1], *view.columns))
         if view.flat and shape[:1] == (1,):
             shape = shape[1:]
-        return _Info(shape, "F32")
+        return _Info(shape, type_name)
 
     def dequantise(self, name: str, out: Floats | None = None) -> Floats:
         view = self._views.get(name)
         if view is None:
             return self._source.dequantise(name, out)
         shape = self.info(name).shape
-        if view.is_rows and len(shape) == 2:
-            values = self._source.dequantise_rows(view.tensor, view.begin, view.begin + shape[0])
+        if view.is_changed:
+            values = _changed(self._source.dequantise(view.tensor), view).reshape(shape)
+        elif len(shape) == 2:
+            values = self.dequantise_rows(name, 0, shape[0])
         else:
-            values = self._source.dequantise(view.tensor)
-            values = values[view.begin : view.end] if view.is_rows else _changed(values, view)
+            values = self._source.dequantise(view.tensor)[view.begin : view.end]
         if out is None:
-            return np.ascontiguousarray(values.reshape(shape))
-        out[...] = values.reshape(shape)
+            return np.ascontiguousarray(values)
+        out[...] = values
         return out
 
     def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
         view = self._views.get(name)
         if view is None:
             return self._source.dequantise_rows(name, begin, end)
-        if view.is_rows:
-            return self._source.dequantise_rows(view.tensor, view.begin + begin, view.begin + end)
-        return self.dequantise(name)[begin:end]
+        if view.is_changed:
+            return self.dequantise(name)[begin:end]
+        rows = self._source.dequantise_rows(view.tensor, view.begin + begin, view.begin + end)
+        return rows if view.columns is None else np.ascontiguousarray(rows[:, slice(*view.columns)])
 
     def raw(self, name: str) -> Bytes:
         view = self._views.get(name)
         if view is None:
             return self._source.raw(name)
-        if not view.is_rows:
+        info = self._source.info(view.tensor)
+        if view.is_changed or self.info(name).type != info.type:
             return self.dequantise(name).reshape(-1).view(np.uint8)
-        raw, num_rows = self._source.raw(view.tensor), self._source.info(view.tensor).shape[0]
-        row_bytes = len(raw) // num_rows
-        begin, end, _ = slice(view.begin, view.end).indices(num_rows)
-        return raw[begin * row_bytes : end * row_bytes]
+        rows = self._source.raw(view.tensor).reshape(info.shape[0], -1)[view.begin : view.end]
+        if view.columns is not None:
+            row_bytes, columns = rows.shape[1], info.shape[1]
+            begin, end, _ = slice(*view.columns).indices(columns)
+            rows = rows[:, begin * row_bytes // columns : end * row_bytes // columns]
+        return rows.reshape(-1)
 
     def is_finite(self, name: str) -> bool:
         view = self._views.get(name)
@@ -149,7 +160,23 @@ class Views:
         self._source.drop_pages()
 
 
+def _length(whole: int, begin: int, end: int | None) -> int:
+    return len(range(*slice(begin, end).indices(whole)))
+
+
+def _block_columns(columns: tuple[int, int], width: int, type_name: str) -> tuple[int, int] | None:
+    """The blocks of a row that `columns` are; None where they cut one."""
+    kind = TYPES_BY_NAME.get(type_name)
+    begin, end, _ = slice(*columns).indices(width)
+    if kind is None or begin % kind.block_size or end % kind.block_size:
+        return None
+    return begin // kind.block_size, end // kind.block_size
+
+
 def _changed(values: Floats, view: View) -> Floats:
     if view.transpose:
         values = values.T
+    values = values[view.begin : view.end]
+    if view.columns is not None:
+        values = values[:, slice(*view.columns)]
     return values + np.float32(view.plus) if view.plus else values
