@@ -18,6 +18,7 @@ import numpy.typing as npt
 from mainspring.base.messages import KVCacheConfig
 from mainspring.kernels import ops as contract
 from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
+from mainspring.kernels.collectives import Collectives
 from mainspring.kernels.ops import Activation, AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
 
 # Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product
@@ -30,11 +31,13 @@ WEIGHTS_LEFT_ROWS = 48
 class RefOps:
     """The numpy backend. Not for use by several threads at once."""
 
-    def __init__(self, max_rows: int = 0) -> None:
+    def __init__(self, max_rows: int = 0, collectives: Collectives | None = None) -> None:
+        """collectives: where this is one of several ranks."""
         self.name = "numpy"
         self.kv_dtype_bytes = 4
         self.kv_scale_bytes = 0
         self._capacity = max_rows
+        self._collectives = collectives
         self._widths: dict[str, int] = {}
         self._storage: dict[str, Floats] = {}
         self._weights: dict[str, Weight] = {}
@@ -224,22 +227,30 @@ class RefOps:
         for tile in tiles:
             attend(tile, query, cache, rows, shape, self._scratch)
 
-    # Collectives: one rank.
+    # Collectives.
 
     def all_reduce(self, x: str) -> None:
-        del x
+        if self._collectives is not None:
+            self._collectives.all_reduce(self._views[x])
 
     def all_gather(self, out: str, x: str) -> None:
         rows, source = self._views[out], self._views[x]
-        contract.check_same(rows.shape[1], source.shape[1])
-        if out != x:
-            rows[...] = source
+        if out == x:
+            return
+        parts = [source] if self._collectives is None else self._collectives.all_gather(source)
+        contract.check_same(rows.shape[1], sum(part.shape[1] for part in parts))
+        np.concatenate(parts, axis=1, out=rows)
 
     def send(self, x: str, rank: int) -> None:
-        raise NotImplementedError(f"send of {x} to rank {rank}: the numpy backend is one rank")
+        self._ranks.send(self._views[x], rank)
 
     def recv(self, x: str, rank: int) -> None:
-        raise NotImplementedError(f"recv of {x} from rank {rank}: the numpy backend is one rank")
+        self._ranks.recv(self._views[x], rank)
+
+    @property
+    def _ranks(self) -> Collectives:
+        assert self._collectives is not None, "one rank has nobody to send to"
+        return self._collectives
 
     # Inside.
 

@@ -29,6 +29,7 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self.weights_form = "float32"  # or "by layer": dequantised at each use, which is slow
         self._head_weight = "embedding" if spec.tied_embeddings else "head"
+        self._all_logits = "logits" if spec.head_size is None else "all_logits"
         self._add_buffers()
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
@@ -47,12 +48,14 @@ class Decoder:
         self.ops.release_kv()
 
     def forward(self, batch: Batch) -> Floats:
-        """The final hidden states [T, hidden], after the last norm. Writes the KV of the batch's tokens.
+        """The final hidden states [T, hidden], after the last norm; of a stage that is not the last, those
+        that it sent on. Writes the KV of the batch's tokens.
 
         A view, valid until the next `forward`.
         """
         self.ops.run(batch, self._layers)
-        return self.ops.read("normed" if self.spec.output_norm else "hidden")
+        normed = self.spec.output_norm and self.spec.sends_to is None
+        return self.ops.read("normed" if normed else "hidden")
 
     def logits(self, hidden_rows: Floats) -> Floats:
         """The logits [S, vocab] of S chosen rows of what `forward` gave: a view, valid until the next call.
@@ -60,7 +63,7 @@ class Decoder:
         For many rows call it in tiles: a row of logits is a vocabulary wide.
         """
         self.ops.run_rows("chosen", hidden_rows, self._head)
-        return self.ops.read("logits")
+        return self.ops.read(self._all_logits)
 
     @property
     def greedy(self) -> Greedy | None:
@@ -81,6 +84,23 @@ class Decoder:
 
     def _layers(self, ops: Ops) -> None:
         spec = self.spec
+        if spec.receives_from is None:
+            self._embed(ops)
+        else:
+            ops.recv("hidden", spec.receives_from)
+        for index, layer in enumerate(spec.layers):
+            at = f"layers.{index}."
+            self._attention(ops, index, layer.attn, self._before(ops, layer, at + "attn_norm"))
+            self._after(ops, layer, at + "attn_post_norm")
+            self._mlp(ops, at, layer.mlp, self._before(ops, layer, at + "mlp_norm"))
+            self._after(ops, layer, at + "mlp_post_norm")
+        if spec.sends_to is not None:
+            ops.send("hidden", spec.sends_to)
+        elif spec.output_norm:
+            self._norm(ops, "normed", "hidden", "output_norm")
+
+    def _embed(self, ops: Ops) -> None:
+        spec = self.spec
         ops.embedding("hidden", "embedding")
         if spec.embedding_scale != 1.0:
             ops.scale("hidden", spec.embedding_scale)
@@ -90,14 +110,6 @@ class Decoder:
             ops.add_bias("hidden", "embedding.bias")
         if spec.embedding_norm:
             self._norm(ops, "hidden", "hidden", "embedding_norm")
-        for index, layer in enumerate(spec.layers):
-            at = f"layers.{index}."
-            self._attention(ops, index, layer.attn, self._before(ops, layer, at + "attn_norm"))
-            self._after(ops, layer, at + "attn_post_norm")
-            self._mlp(ops, at, layer.mlp, self._before(ops, layer, at + "mlp_norm"))
-            self._after(ops, layer, at + "mlp_post_norm")
-        if spec.output_norm:
-            self._norm(ops, "normed", "hidden", "output_norm")
 
     def _before(self, ops: Ops, layer: LayerSpec, norm: str) -> str:
         """The buffer that a branch reads."""
@@ -167,7 +179,7 @@ class Decoder:
             ops.scale("logits", spec.logit_scale)
         if spec.logit_soft_cap:
             ops.soft_cap("logits", spec.logit_soft_cap)
-        ops.all_gather("logits", "logits")
+        ops.all_gather(self._all_logits, "logits")
 
     def _add_buffers(self) -> None:
         hidden = self.spec.hidden_size
@@ -180,4 +192,6 @@ class Decoder:
         self.ops.add_buffer("attended", shape.q_width)
         self.ops.add_buffer("gate_up", (1 + layer.mlp.gated) * width)
         self.ops.add_buffer("activated", width)
-        self.ops.add_buffer("logits", self.spec.vocab_size)
+        self.ops.add_buffer("logits", self.spec.num_logits)
+        if self._all_logits != "logits":
+            self.ops.add_buffer(self._all_logits, self.spec.vocab_size)

@@ -132,9 +132,18 @@ class ModelSpec:
     num_positions: int = 0  # of a table of positions that is added to the embeddings; 0: there is none
     output_norm: bool = True
     has_head: bool = True  # False: an encoder, which gives hidden states only
+    # Where this is a stage of a model (`parallel.py`): the ranks that hidden states come from, and go to.
+    receives_from: int | None = None  # None: they begin here, with the embeddings
+    sends_to: int | None = None
+    head_size: int | None = None  # rows of the head here, where ranks share it; None: the vocabulary
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logits / logit_soft_cap), unless 0
+
+    @property
+    def num_logits(self) -> int:
+        """That are computed here."""
+        return self.vocab_size if self.head_size is None else self.head_size
 
 
 class Part(NamedTuple):
@@ -153,7 +162,8 @@ def weight_table(spec: ModelSpec) -> Iterator[Handle]:
     Matrices are [outputs, inputs]; norms and biases, whose handles end in `norm` and `.bias`, are vectors.
     """
     hidden = spec.hidden_size
-    yield _one("embedding", spec.vocab_size, hidden)
+    if spec.receives_from is None or (spec.has_head and spec.tied_embeddings):
+        yield _one("embedding", spec.vocab_size, hidden)
     if spec.embedding_bias:
         yield _one("embedding.bias", hidden)
     if spec.num_positions:
@@ -165,9 +175,9 @@ def weight_table(spec: ModelSpec) -> Iterator[Handle]:
     if spec.output_norm:
         yield from _norm(spec.norm, "output_norm", hidden)
     if spec.has_head and not spec.tied_embeddings:
-        yield _one("head", spec.vocab_size, hidden)
+        yield _one("head", spec.num_logits, hidden)
     if spec.head_bias:
-        yield _one("head.bias", spec.vocab_size)
+        yield _one("head.bias", spec.num_logits)
     with_factors = {rope.rotary_dim // 2 for rope in ropes(spec) if rope.has_factors}
     for length in with_factors:
         assert len(with_factors) == 1, "one tensor of factors, and ropes of several lengths"

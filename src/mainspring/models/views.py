@@ -56,20 +56,22 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Of `tensor`, turned over if `transpose`: rows and columns, as a vector if `flat`, with `plus` added."""
+    """Of `tensor`, turned over if `transpose`: rows [begin, end), of these some columns, as a vector if `flat`,
+    with `plus` added.
+    """
 
     tensor: str
-    begin: int = 0  # rows [begin, end)
+    begin: int = 0
     end: int | None = None
-    columns: tuple[int, int] | None = None  # [first, second); None: all
+    columns: tuple[int, int] | None = None
     transpose: bool = False
     plus: float = 0.0
     flat: bool = False  # a matrix of one row is a vector
 
     @property
     def is_changed(self) -> bool:
-        """Whether elements have other values, or another order, than in the file."""
-        return self.transpose or self.flat or self.plus != 0.0
+        """More than a piece: its numbers are made anew, as float32."""
+        return bool(self.transpose or self.plus or self.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +103,27 @@ class Views:
         if view is None:
             return self._source.info(name)
         info = self._source.info(view.tensor)
-        shape, type_name = tuple(info.shape), "F32" if view.is_changed else info.type
-        if view.transpose:
-            shape = shape[::-1]
+        shape = tuple(info.shape)[:: -1 if view.transpose else 1]
         shape = (_length(shape[0], view.begin, view.end), *shape[1:])
-        if view.columns is not None:
-            if _block_columns(view.columns, shape[1], type_name) is None:
-                type_name = "F32"
+        if view.columns is not None and len(shape) == 2:
             shape = (shape[0], _length(shape[1], *view.columns))
         if view.flat and shape[:1] == (1,):
             shape = shape[1:]
-        return _Info(shape, type_name)
+        cut = view.columns is not None and not _cuts_no_block(view.columns, info)
+        return _Info(shape, "F32" if view.is_changed or cut else info.type)
 
     def dequantise(self, name: str, out: Floats | None = None) -> Floats:
         view = self._views.get(name)
         if view is None:
             return self._source.dequantise(name, out)
         shape = self.info(name).shape
-        if view.is_changed:
-            values = _changed(self._source.dequantise(view.tensor), view).reshape(shape)
-        elif len(shape) == 2:
+        if not view.is_changed and len(shape) == 2:
             values = self.dequantise_rows(name, 0, shape[0])
         else:
-            values = self._source.dequantise(view.tensor)[view.begin : view.end]
+            values = self._source.dequantise(view.tensor)
+            values = (values.T if view.transpose else values)[view.begin : view.end]
+            values = (values if view.columns is None else values[:, slice(*view.columns)]).reshape(shape)
+            values = values + np.float32(view.plus) if view.plus else values
         if out is None:
             return np.ascontiguousarray(values)
         out[...] = values
@@ -147,9 +147,9 @@ class Views:
             return self.dequantise(name).reshape(-1).view(np.uint8)
         rows = self._source.raw(view.tensor).reshape(info.shape[0], -1)[view.begin : view.end]
         if view.columns is not None:
-            row_bytes, columns = rows.shape[1], info.shape[1]
-            begin, end, _ = slice(*view.columns).indices(columns)
-            rows = rows[:, begin * row_bytes // columns : end * row_bytes // columns]
+            row_bytes, num_columns = rows.shape[1], info.shape[1]
+            begin, end, _ = slice(*view.columns).indices(num_columns)
+            rows = rows[:, begin * row_bytes // num_columns : end * row_bytes // num_columns]
         return rows.reshape(-1)
 
     def is_finite(self, name: str) -> bool:
@@ -164,19 +164,8 @@ def _length(whole: int, begin: int, end: int | None) -> int:
     return len(range(*slice(begin, end).indices(whole)))
 
 
-def _block_columns(columns: tuple[int, int], width: int, type_name: str) -> tuple[int, int] | None:
-    """The blocks of a row that `columns` are; None where they cut one."""
-    kind = TYPES_BY_NAME.get(type_name)
-    begin, end, _ = slice(*columns).indices(width)
-    if kind is None or begin % kind.block_size or end % kind.block_size:
-        return None
-    return begin // kind.block_size, end // kind.block_size
-
-
-def _changed(values: Floats, view: View) -> Floats:
-    if view.transpose:
-        values = values.T
-    values = values[view.begin : view.end]
-    if view.columns is not None:
-        values = values[:, slice(*view.columns)]
-    return values + np.float32(view.plus) if view.plus else values
+def _cuts_no_block(columns: tuple[int, int], info: TensorInfo) -> bool:
+    """Whether these columns are whole blocks of the tensor's type."""
+    kind = TYPES_BY_NAME.get(info.type)
+    begin, end, _ = slice(*columns).indices(info.shape[1])
+    return kind is not None and begin % kind.block_size == 0 and end % kind.block_size == 0

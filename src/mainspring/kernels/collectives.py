@@ -1,0 +1,169 @@
+"""What ranks do together: sums, gathers, and rows sent on. A rank is a worker of a model that several share.
+
+Theory of operation.
+- Every rank of a group calls the same collective in the same order: they run the same plans. So no call
+  needs a name, and nobody negotiates.
+- Everyone must get the same bits, because every rank of a head samples for itself from what it got. Sums are
+  therefore made in one place, in order of rank.
+- `PipeCollectives` is for the processes of one machine: a socket pair between each two of them, handed out by
+  whoever starts them. Large arrays fill a pipe, so nobody sends while its peer may be sending to it: in a
+  group all talk with its first rank, in order. A peer that is gone is an error at once, not a time limit.
+- `TorchCollectives` is `torch.distributed`: gloo between processes or machines, NCCL between GPUs. It is the
+  only thing here that imports torch, and only when it is made.
+
+Invariant: an array that is given is complete float32 rows; those of all ranks have equally many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+
+from mainspring.base.errors import ConfigError, EngineError
+from mainspring.kernels.ops import Floats
+
+
+class Collectives(Protocol):
+    """The ranks of one group (those that share layers), and other ranks by number."""
+
+    def all_reduce(self, x: Floats) -> None:
+        """x = the sum of the group's x, in order of rank; the same bits everywhere."""
+
+    def all_gather(self, x: Floats) -> list[Floats]:
+        """The group's x in order of rank; widths may differ."""
+
+    def send(self, x: Floats, rank: int) -> None: ...
+
+    def recv(self, x: Floats, rank: int) -> None:
+        """Fill x with what `rank` sent."""
+
+    def close(self) -> None: ...
+
+
+class PipeCollectives:
+    """Over connections to other ranks. `group`: the ranks that share layers, this one among them."""
+
+    def __init__(self, rank: int, group: Sequence[int], links: Mapping[int, Connection]) -> None:
+        self._rank = rank
+        self._first, *self._others = sorted(group)
+        self._links = links
+
+    def all_reduce(self, x: Floats) -> None:
+        if self._rank != self._first:
+            self.send(x, self._first)
+            self.recv(x, self._first)
+            return
+        part = np.empty_like(x)
+        for rank in self._others:
+            self.recv(part, rank)
+            x += part
+        for rank in self._others:
+            self.send(x, rank)
+
+    def all_gather(self, x: Floats) -> list[Floats]:
+        if self._rank != self._first:
+            self.send(x, self._first)
+            return [self._recv_rows(len(x), self._first) for _ in range(1 + len(self._others))]
+        parts = [x, *(self._recv_rows(len(x), rank) for rank in self._others)]
+        for rank in self._others:
+            for part in parts:
+                self.send(part, rank)
+        return parts
+
+    def send(self, x: Floats, rank: int) -> None:
+        try:
+            self._links[rank].send_bytes(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            raise _gone(rank, error) from error
+
+    def recv(self, x: Floats, rank: int) -> None:
+        received = self._recv_bytes(rank)
+        if len(received) != x.nbytes:
+            raise EngineError(f"rank {rank} sent {len(received)} bytes, expected {x.nbytes}")
+        x[...] = np.frombuffer(received, np.float32).reshape(x.shape)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _recv_rows(self, num_rows: int, rank: int) -> Floats:
+        return np.frombuffer(self._recv_bytes(rank), np.float32).reshape(num_rows, -1)
+
+    def _recv_bytes(self, rank: int) -> bytes:
+        try:
+            return self._links[rank].recv_bytes()
+        except (EOFError, OSError) as error:
+            raise _gone(rank, error) from error
+
+
+def _gone(rank: int, error: Exception) -> EngineError:
+    return EngineError(f"rank {rank} is gone ({error or type(error).__name__})")
+
+
+class TorchCollectives:
+    """`torch.distributed` with one process per rank; all ranks of the world make theirs at the same time.
+
+    address: `tcp://host:port` of rank 0. Raises `ConfigError` where torch is not installed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        groups: Sequence[Sequence[int]],
+        address: str,
+        backend: str = "gloo",
+    ) -> None:
+        try:
+            import torch
+            import torch.distributed as distributed
+        except ImportError as error:
+            raise ConfigError(
+                f"collectives {backend} need torch ({error}); install mainspring[distributed], "
+                "or use collectives pipes on one machine"
+            ) from None
+        self._torch: Any = torch
+        self._distributed: Any = distributed
+        distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+        self._group: Any = None
+        self._group_size = 1
+        self._widths: dict[int, list[int]] = {}  # of all the group's rows, by the width of one's own
+        for ranks in groups:  # every rank makes every group
+            group = distributed.new_group(list(ranks))
+            if rank in ranks:
+                self._group, self._group_size = group, len(ranks)
+
+    def all_reduce(self, x: Floats) -> None:
+        self._distributed.all_reduce(self._torch.from_numpy(x), group=self._group)
+
+    def all_gather(self, x: Floats) -> list[Floats]:
+        widths = self._widths.get(x.shape[1]) or self._learn_widths(x.shape[1])
+        padded = np.zeros((len(x), max(widths)), np.float32)
+        padded[:, : x.shape[1]] = x
+        parts = [self._torch.empty(padded.shape) for _ in widths]
+        self._distributed.all_gather(parts, self._torch.from_numpy(padded), group=self._group)
+        return [part.numpy()[:, :width] for part, width in zip(parts, widths, strict=True)]
+
+    def _learn_widths(self, width: int) -> list[int]:
+        own = self._torch.tensor([width])
+        all_widths = [self._torch.empty_like(own) for _ in range(self._group_size)]
+        self._distributed.all_gather(all_widths, own, group=self._group)
+        self._widths[width] = [int(each) for each in all_widths]
+        return self._widths[width]
+
+    def send(self, x: Floats, rank: int) -> None:
+        self._distributed.send(self._torch.from_numpy(np.ascontiguousarray(x)), rank)
+
+    def recv(self, x: Floats, rank: int) -> None:
+        if x.flags.c_contiguous:
+            self._distributed.recv(self._torch.from_numpy(x), rank)
+            return
+        received = np.empty(x.shape, np.float32)
+        self._distributed.recv(self._torch.from_numpy(received), rank)
+        x[...] = received
+
+    def close(self) -> None:
+        self._distributed.destroy_process_group()
