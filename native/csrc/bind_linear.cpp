@@ -116,7 +116,7 @@ struct Product {
     for (int panel = 0; panel < num_panels(); panel += panels)
       for (int row = 0; row < num_rows; row += rows) {
         const int r = std::min(rows, num_rows - row), p = std::min(panels, num_panels() - panel);
-        kernels.linear(matrix.view(), input, row, r, panel, p, tile);
+        kernels.linear(matrix.view(), input, row, r, panel, p, {tile, int64_t{p} * kLanes, false});
         take(row, r, panel, p);
       }
   }

@@ -66,6 +66,13 @@ struct Input {
   Encoded encoded;    // no records where there are rows
 };
 
+// Where a linear kernel writes: place (r, c) is at[r * pitch + c].
+struct Output {
+  float* at;
+  int64_t pitch;  // floats from row to row
+  bool add;       // to what is there
+};
+
 // ---- attention ------------------------------------------------------------------------------------------
 
 // K and V of one layer. Block b begins at data + b * block_stride; in it, per KV head:
@@ -157,9 +164,9 @@ enum class Exercise : int32_t { ByteProducts, FloatProducts, Reads };
 struct Kernels {
   const char* name;
 
-  // tile[r][16 * p + lane] = row `row + r` of the input times row 16 * (panel + p) + lane of the matrix, for
-  // num_rows rows and num_panels panels. `tile` is contiguous, 64-byte aligned, and overwritten.
-  void (*linear)(const Matrix&, const Input&, int row, int num_rows, int panel, int num_panels, float* tile);
+  // Row `row + r` of the input times row 16 * (panel + p) + lane of the matrix goes to place (r, 16 * p + lane)
+  // of the output, for num_rows rows and num_panels panels. What the matrix has no row for is left alone.
+  void (*linear)(const Matrix&, const Input&, int row, int num_rows, int panel, int num_panels, const Output&);
 
   // Encode `count` floats, a multiple of kBlock, as columns [column, column + count) of row `row`.
   void (*encode)(const float* x, int count, const Encoded&, int row, int column);

@@ -369,26 +369,19 @@ struct LinearStep final : Step {
     for (const Part& part : parts) units += Cut(machine.num_rows, panels_of(*part.matrix)).count;
     return units;
   }
-  void run(Machine& machine, int unit, int thread) const override {
+  void run(Machine& machine, int unit, int) const override {
     for (const Part& part : parts) {
       const Cut cut(machine.num_rows, panels_of(*part.matrix));
-      if (unit < cut.count) return run_part(machine, part, cut, unit, machine.scratch(thread));
+      if (unit < cut.count) return run_part(machine, part, cut, unit);
       unit -= cut.count;
     }
   }
-  void run_part(Machine& machine, const Part& part, const Cut& cut, int unit, float* tile) const {
-    const int row = cut.row(unit), rows = cut.rows_of(unit), panel = cut.panel(unit), panels = cut.panels_of(unit);
-    machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, rows, panel, panels, tile);
+  void run_part(Machine& machine, const Part& part, const Cut& cut, int unit) const {
+    const int row = cut.row(unit), panel = cut.panel(unit);
     const Buffer& buffer = machine.buffer(out);
-    const int first = panel * kLanes, count = std::min(panels * kLanes, part.matrix->rows - first);
-    for (int r = 0; r < rows; ++r) {
-      float* y = row_of(buffer, row + r) + part.column + first;
-      if (into == Into::Add) {
-        machine.kernels.add(y, tile + r * panels * kLanes, count);
-      } else {
-        std::memcpy(y, tile + r * panels * kLanes, sizeof(float) * count);
-      }
-    }
+    float* place = row_of(buffer, row) + part.column + panel * kLanes;
+    machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, cut.rows_of(unit), panel,
+                           cut.panels_of(unit), {place, buffer.width, into == Into::Add});
   }
 };
 
@@ -406,13 +399,14 @@ struct GatedStep final : Step {
     float* a = machine.scratch(thread);
     float* b = a + kRowsPerUnit * 4 * kLanes;
     const Buffer& source = machine.buffer(x);
-    machine.kernels.linear(*gate, input_of(source, *gate), row, rows, panel, panels, a);
-    machine.kernels.linear(*up, input_of(source, *up), row, rows, panel, panels, b);
-    machine.kernels.silu_mul(a, b, rows * panels * kLanes, a);
+    const int pitch = panels * kLanes;
+    machine.kernels.linear(*gate, input_of(source, *gate), row, rows, panel, panels, {a, pitch, false});
+    machine.kernels.linear(*up, input_of(source, *up), row, rows, panel, panels, {b, pitch, false});
+    machine.kernels.silu_mul(a, b, rows * pitch, a);
     const Buffer& buffer = machine.buffer(out);
     const int first = panel * kLanes, count = std::min(panels * kLanes, buffer.width - first);
     for (int r = 0; r < rows; ++r) {
-      const float* y = a + r * panels * kLanes;
+      const float* y = a + r * pitch;
       if (buffer.rows) std::memcpy(row_of(buffer, row + r) + first, y, sizeof(float) * count);
       encode_if_wanted(machine, buffer, y, row + r, first, count);
     }
@@ -442,7 +436,8 @@ struct ArgmaxStep final : Step {
     float* tile = machine.scratch(thread);
     const bool needed = any_allowed(machine, row, rows, first, count);
     if (needed) {
-      machine.kernels.linear(*head, input_of(machine.buffer(x), *head), row, rows, panel, panels, tile);
+      machine.kernels.linear(*head, input_of(machine.buffer(x), *head), row, rows, panel, panels,
+                             {tile, panels * kLanes, false});
     }
     for (int r = 0; r < rows; ++r) {
       Candidate& found = machine.candidates[static_cast<size_t>(row + r) * num_groups() + group];

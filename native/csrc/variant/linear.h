@@ -36,10 +36,37 @@ inline void cut_rows(const Kernel& kernel) {
 
 // What a call of linear() covers.
 struct Call {
+  const Matrix& matrix;
   int first_row, num_rows, first_panel, num_panels;
-  float* tile;
+  const Output& out;
 
-  float* sums_of(int row, int panel) const { return tile + (int64_t{row} * num_panels + panel) * kLanes; }
+  float* place(int row, int panel) const { return out.at + row * out.pitch + panel * kLanes; }
+
+  // Sums go where others' results lie that were written long ago: asked for before they are computed.
+  template <int kRows>
+  void foresee(int row, int panel) const {
+    UNROLL for (int r = 0; r < kRows; ++r) __builtin_prefetch(place(row + r, panel), 1);
+  }
+
+  template <int kRows>
+  void keep(const F32 (&sums)[kRows], int row, int panel) const {
+    const int num_lanes = matrix.rows - (first_panel + panel) * kLanes;
+    if (num_lanes < kLanes) return keep_lanes(sums, row, panel, first_lanes(num_lanes));
+    if (out.add) {
+      UNROLL for (int r = 0; r < kRows; ++r) store(place(row + r, panel), load(place(row + r, panel)) + sums[r]);
+    } else {
+      UNROLL for (int r = 0; r < kRows; ++r) store(place(row + r, panel), sums[r]);
+    }
+  }
+
+ private:
+  template <int kRows>
+  void keep_lanes(const F32 (&sums)[kRows], int row, int panel, Mask lanes) const {
+    for (int r = 0; r < kRows; ++r) {
+      float* at = place(row + r, panel);
+      store_masked(lanes, at, out.add ? load_masked(lanes, at) + sums[r] : sums[r]);
+    }
+  }
 };
 
 // ---- integers --------------------------------------------------------------------------------------------
@@ -85,6 +112,7 @@ struct QuantizedKernel {
     UNROLL for (int i = 0; i < (kRows + 1) / kPair; ++i) records[i] =
         x.records + (x_row / kPair + i) * int64_t{num_blocks} * kRecordBytes;
 
+    call.foresee<kRows>(row, panel);
     F32 sums[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) sums[r] = splat(0.0f);
     for (int b = 0; b < num_blocks; ++b) {
@@ -121,7 +149,7 @@ struct QuantizedKernel {
       if constexpr (kMins) mins += kGroups * kLanes;
       UNROLL for (int i = 0; i < (kRows + 1) / kPair; ++i) records[i] += kRecordBytes;
     }
-    UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r]);
+    call.keep(sums, row, panel);
   }
 
  private:
@@ -174,6 +202,7 @@ struct FloatKernel {
     const int64_t columns = matrix.columns, even_columns = columns / kChains * kChains;
     const uint8_t* weights = matrix.codes + int64_t{call.first_panel + panel} * matrix.codes_stride;
     const float* rows = x + int64_t{call.first_row + row} * columns;
+    call.foresee<kRows>(row, panel);
     F32 sums[kRows][kChains];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
     for (int64_t c = 0; c < even_columns; c += kChains) {
@@ -190,7 +219,9 @@ struct FloatKernel {
       UNROLL for (int r = 0; r < kRows; ++r) sums[r][0] =
           fma(splat(rows[r * columns + even_columns]), w, sums[r][0]);
     }
-    UNROLL for (int r = 0; r < kRows; ++r) store(call.sums_of(row + r, panel), sums[r][0] + sums[r][1]);
+    F32 both[kRows];
+    UNROLL for (int r = 0; r < kRows; ++r) both[r] = sums[r][0] + sums[r][1];
+    call.keep(both, row, panel);
   }
 
  private:
@@ -202,8 +233,8 @@ inline void multiply_floats(const Matrix& m, const float* x, const Call& call) {
   cut_rows<kTileSums / kChains>(FloatKernel<kForm>{m, x, call});
 }
 
-void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, float* tile) {
-  const Call call{row, num_rows, panel, num_panels, tile};
+void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, const Output& out) {
+  const Call call{m, row, num_rows, panel, num_panels, out};
   const Encoded& x = in.encoded;
   switch (m.form) {
     case Form::F32:
