@@ -7,6 +7,7 @@ from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import is_config, read_config
+from mainspring.checkpoint.opening import Checkpoint, open_checkpoint
 from mainspring.kernels.native import (
     KV_TILE,
     MOST_HEAD_SIZE,
@@ -19,7 +20,7 @@ from mainspring.kernels.native import (
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
-from mainspring.models.families import Model, from_config, from_gguf
+from mainspring.models.families import Model, from_config, from_folder, from_gguf
 from mainspring.models.packing import Progress, pack_random, pack_weights
 from mainspring.models.spec import ModelSpec
 from mainspring.models.views import TensorSource
@@ -35,15 +36,16 @@ logger = get_logger(__name__)
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None) -> Decoder:
-    """Read the GGUF file `config.model`; for dummy weights also a config: a .json file, or its text.
+    """Read the GGUF file or the folder `config.model`; for dummy weights also a config: a .json file, or its
+    text.
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
     if config.load_format == "dummy":
         return _load_dummy(config)
-    source = GGUFFile(config.model)
+    source = open_checkpoint(config.model)
     try:
-        model = from_gguf(source.metadata, source, config.scheduler.max_model_len)
+        model = read_model(source, config.scheduler.max_model_len)
         tensors = tensors_of(model, source)  # before anything of the announced sizes is made
         if wants_native(config, model.spec):
             decoder = _load_native(config, model, tensors, progress)
@@ -55,6 +57,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Decode
     if decoder.weights_form != "by layer":
         source.close()
     return decoder
+
+
+def read_model(source: Checkpoint, max_model_len: int | None = None) -> Model:
+    """What an open file or folder says of its network. Raises `CheckpointError` naming the key at fault."""
+    if isinstance(source, GGUFFile):
+        return from_gguf(source.metadata, source, max_model_len)
+    return from_folder(source.config, source, max_model_len)
 
 
 def wants_native(config: EngineConfig, spec: ModelSpec) -> bool:
@@ -152,12 +161,12 @@ def _numpy_ops(config: EngineConfig) -> RefOps:
 
 
 def dummy_spec(model: str) -> ModelSpec:
-    """The shape of a model: a config's JSON text or .json file, or a GGUF file whose weights are not read."""
+    """The shape of a model: a config's JSON text or .json file, or that of files whose weights are not read."""
     if is_config(model):
         return from_config(read_config(model))
-    with GGUFFile(model) as source:
+    with open_checkpoint(model) as source:
         try:
-            found = from_gguf(source.metadata, source)
+            found = read_model(source)
             tensors_of(found, source)
         except CheckpointError as error:
             raise CheckpointError(f"{model}: {error}") from None

@@ -1,8 +1,9 @@
 """Tiny networks of every family, with what an independent implementation says of them.
 
 A fixture (`tests/data/families/NAME.json`) has a config, the names and shapes of a checkpoint's tensors, and
-sequences of token ids with the logits at every position. Weights are not stored: `weight` makes them again
-from a tensor's name and shape. `make_fixtures.py` makes fixtures, and is no test.
+sequences of token ids with the logits at every position; the last `NUM_NEW` ids of each are what a greedy
+sampler went on with. Weights are not stored: `weight` makes them again from a tensor's name and shape.
+`make_fixtures.py` makes fixtures, and is no test.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+NUM_NEW = 8  # ids at the end of each sequence that the network itself chose
 FOLDER = Path(__file__).parents[2] / "data" / "families"
 
 Floats = npt.NDArray[np.float32]
@@ -32,6 +34,10 @@ class Fixture:
     shapes: dict[str, tuple[int, ...]]  # of the checkpoint's tensors
     token_ids: list[list[int]]
     logits: list[Floats]  # [tokens, vocabulary], at each position
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [ids[:-NUM_NEW] for ids in self.token_ids]
 
     @property
     def log_probs(self) -> list[Floats]:
@@ -48,7 +54,9 @@ def weight(name: str, shape: tuple[int, ...]) -> Floats:
     """
     counter = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        x = (counter + (np.uint64(zlib.crc32(name.encode())) << np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+        x = (counter + (np.uint64(zlib.crc32(name.encode())) << np.uint64(32))) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
@@ -78,10 +86,7 @@ def load(name: str) -> Fixture:
         given["saved_config"],
         {tensor: tuple(shape) for tensor, shape in _shapes(given["tensors"])},
         given["token_ids"],
-        [
-            np.frombuffer(base64.b85decode(rows), "<f4").reshape(-1, vocab_size)
-            for rows in given["logits"]
-        ],
+        [np.frombuffer(base64.b85decode(rows), "<f4").reshape(-1, vocab_size) for rows in given["logits"]],
     )
 
 

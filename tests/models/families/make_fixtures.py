@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from family_configs import CONFIGS, SEQUENCES
-from family_fixtures import Fixture, save, weight
+from family_fixtures import NUM_NEW, Fixture, Floats, save, weight
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 
 def make(name: str) -> Fixture:
@@ -28,7 +28,7 @@ def make(name: str) -> Fixture:
     vocab_size = config["vocab_size"]
     rng = np.random.default_rng(len(name))
     lengths = SEQUENCES.get(name, SEQUENCES["default"])
-    token_ids = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+    prompts = [rng.integers(0, vocab_size, length - NUM_NEW).tolist() for length in lengths]
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         (folder / "config.json").write_text(json.dumps(config))
@@ -45,12 +45,31 @@ def make(name: str) -> Fixture:
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     assert not any(info.values()), info
+    model.eval()
+    token_ids = [continued(model, prompt) for prompt in prompts]
+    return Fixture(
+        name, config, saved_config, shapes, token_ids, [logits_of(model, ids) for ids in token_ids]
+    )
+
+
+def continued(model: Any, prompt: list[int]) -> list[int]:
+    """With what is likeliest, by far enough that rounding cannot change it; whole sequences each time."""
+    ids = list(prompt)
+    for _ in range(NUM_NEW):
+        second, first = np.argsort(row := logits_of(model, ids)[-1])[-2:].tolist()
+        assert row[first] - row[second] > 1e-3, "two tokens are equally likely: choose another prompt"
+        ids.append(first)
+    return ids
+
+
+def logits_of(model: Any, ids: list[int]) -> Floats:
     with torch.no_grad():
-        logits = [model.eval()(torch.tensor([ids])).logits[0].numpy() for ids in token_ids]
-    return Fixture(name, config, saved_config, shapes, token_ids, logits)
+        logits: Floats = model(torch.tensor([ids])).logits[0].numpy()
+    return logits
 
 
 def main(names: list[str]) -> None:
+    logging.disable_progress_bar()
     for name in names or CONFIGS:
         fixture = make(name)
         path = save(fixture)

@@ -1,0 +1,85 @@
+"""Every family, in both forms of files, says what an independent implementation says, through `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import family_fixtures
+import numpy as np
+import pytest
+from family_files import write_folder, write_gguf
+from family_fixtures import NUM_NEW, Fixture
+
+from mainspring import LLM, SamplingParams
+from mainspring.base.outputs import Logprob
+
+TOLERANCE = 1e-4
+
+PROMPTS_ONLY = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+GOING_ON = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=-1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=family_fixtures.names())
+def fixture(request: pytest.FixtureRequest) -> Fixture:
+    return family_fixtures.load(request.param)
+
+
+@pytest.fixture(scope="module", params=["folder", "shards", "gguf"])
+def path(request: pytest.FixtureRequest, fixture: Fixture, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(fixture.name)
+    if request.param == "gguf":
+        return write_gguf(fixture, place / "model.gguf")
+    return write_folder(fixture, place, shards=1 if request.param == "folder" else 3)
+
+
+def opened(path: Path, **changes: Any) -> LLM:
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "in_process": True,
+        "kernels": "numpy",
+        "num_threads": 1,
+        "block_size": 4,
+        "num_gpu_blocks_override": 200,
+        "max_logprobs": -1,
+    }
+    return LLM(path, **settings | changes)
+
+
+@pytest.fixture(scope="module", params=[64, 7], ids=["whole", "chunked"])
+def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
+    llm = opened(path, max_num_batched_tokens=request.param, max_num_seqs=4)
+    yield llm
+    llm.shutdown()
+
+
+def row(position: dict[int, Logprob] | None) -> list[float]:
+    """Log-probabilities by token id."""
+    assert position is not None
+    return [position[token].logprob for token in range(len(position))]
+
+
+def check(found: list[list[float]], expected: family_fixtures.Floats) -> None:
+    np.testing.assert_allclose(np.array(found), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_whole_sequences(fixture: Fixture, llm: LLM) -> None:
+    """Case B155: whatever turns positions is what the model was made with."""
+    outputs = llm.generate(fixture.token_ids, PROMPTS_ONLY, use_tqdm=False)
+    for output, expected in zip(outputs, fixture.log_probs, strict=True):
+        assert output.prompt_logprobs is not None
+        assert output.outputs[0].logprobs is not None
+        check([row(position) for position in output.prompt_logprobs[1:]], expected[:-1])
+        check([row(output.outputs[0].logprobs[0])], expected[-1:])
+
+
+def test_token_by_token_and_with_a_warm_cache(fixture: Fixture, llm: LLM) -> None:
+    for cached in (False, True):
+        outputs = llm.generate(fixture.prompts, GOING_ON, use_tqdm=False)
+        for output, ids, expected in zip(outputs, fixture.token_ids, fixture.log_probs, strict=True):
+            answer = output.outputs[0]
+            assert answer.token_ids == ids[-NUM_NEW:]
+            assert answer.logprobs is not None
+            check([row(position) for position in answer.logprobs], expected[-NUM_NEW - 1 : -1])
+            assert not cached or output.num_cached_tokens or len(output.prompt_token_ids) < 8
