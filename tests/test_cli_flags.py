@@ -185,6 +185,8 @@ WRONG = {
     "bench serve --num-prompt 3": "did you mean --num-prompts?",
     "bench latency --batchsize 3": "did you mean --batch-size?",
     "bench throughput --num-prompts 0": "num_prompts 0 must be at least 1",
+    "run-batch --input x": "did you mean --input-file?",
+    "run-batsh -i x": "did you mean run-batch?",
     "bench startup --repeats 0": "--repeats 0 must be at least 1",
 }
 

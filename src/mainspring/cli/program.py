@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": Entry("chat", "talk with a model"),
     "generate": Entry("generate", "continue a text"),
     "serve": Entry("serve", "serve a model to clients of the OpenAI API"),
+    "run-batch": Entry("run_batch", "answer a file of requests, in OpenAI's batch format"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
     "bench": Entry(
         "bench", "measure this machine: scheduler, throughput, latency, startup; or a server: serve"

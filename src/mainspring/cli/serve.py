@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -157,7 +157,7 @@ def _parser(argv: Sequence[str]) -> Parser:
     group = parser.add_argument_group("the model")
     group.add_argument("model_tag", nargs="?", metavar="MODEL", help="catalogue name or path of a GGUF file")
     add_flag(group, "model", str, "the same, as a flag")
-    _add_server_flags(parser)
+    add_server_flags(parser)
     add_engine_flags(parser, without=OURS)
     group = parser.add_argument_group("and")
     group.add_argument("--quiet", action="store_true", default=False, help="warnings and errors only")
@@ -165,14 +165,14 @@ def _parser(argv: Sequence[str]) -> Parser:
     return parser
 
 
-def _add_server_flags(parser: Parser) -> None:
+def add_server_flags(parser: Parser, only: Container[str] | None = None) -> None:
+    """One flag for each field of `ServerSettings`, or of those in `only`."""
     hints = typing.get_type_hints(ServerSettings)
-    title_of = {name: title for title, names in GROUPS.items() for name in names}
-    if not parser.show_all:
-        title_of = dict.fromkeys(title_of, OTHERS)
-    titles = dict.fromkeys(title_of.get(f.name, OTHERS) for f in fields(ServerSettings))
+    chosen = [setting for setting in fields(ServerSettings) if only is None or setting.name in only]
+    title_of = {name: title for title, names in GROUPS.items() for name in names} if parser.show_all else {}
+    titles = dict.fromkeys(title_of.get(setting.name, OTHERS) for setting in chosen)
     groups = {title: parser.add_argument_group(title) for title in titles}
-    for setting in fields(ServerSettings):
+    for setting in chosen:
         kind, help = hints[setting.name], setting.metadata["help"]
         if isinstance(setting.default, int | float) and setting.default and "default" not in help:
             help += f" (default: {setting.default:g})"

@@ -129,7 +129,7 @@ async def serve(
             llm = await _load(open_engine, stop, serving)
             try:
                 with _tracing(service, llm):
-                    service.set_ready(llm, _template(llm, chat_template))
+                    service.set_ready(llm, template_for(llm, chat_template))
                     when_ready()
                     await _first(stop.wait(), _wait(serving))
                     await _drain(service, impatient)
@@ -189,7 +189,7 @@ async def _drain(service: Service, impatient: asyncio.Event) -> None:
         logger.warning("%d requests are aborted", service.num_live)
 
 
-def _template(llm: AsyncLLM, given: str | None) -> ChatTemplate | None:
+def template_for(llm: AsyncLLM, given: str | None) -> ChatTemplate | None:
     """`given`, or the model's own; a model's that is broken is told and does without."""
     tokenizer = llm.tokenizer
     if tokenizer is None or (given is None and tokenizer.chat_template is None):
