@@ -83,6 +83,9 @@ class FakeSource:
         out[...] = self.values[name]
         return out
 
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        return self.values[name][begin:end]
+
     def drop_pages(self) -> None:
         self.dropped = True
 

@@ -71,8 +71,8 @@ def check_divisible(spec: ModelSpec, place: Place) -> None:
     num_ranks, num_layers = place.tensor_parallel_size, len(spec.layers)
     if place.pipeline_parallel_size > num_layers:
         raise ConfigError(
-            f"pipeline_parallel_size {place.pipeline_parallel_size} must be at most {num_layers}, the model's "
-            "layers"
+            f"pipeline_parallel_size {place.pipeline_parallel_size} must be at most {num_layers}, the "
+            "layers of the model"
         )
     for layer in spec.layers if num_ranks > 1 else ():
         attn, width = layer.attn, layer.mlp.intermediate_size

@@ -56,8 +56,8 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Of `tensor`, turned over if `transpose`: rows [begin, end), of these some columns, as a vector if `flat`,
-    with `plus` added.
+    """Of `tensor`, turned over if `transpose`: rows [begin, end), of these some columns, as a vector if
+    `flat`, with `plus` added.
     """
 
     tensor: str
