@@ -328,6 +328,7 @@ def test_shards_are_one(tmp_path: Path) -> None:
         ({"weight_map": {"a": "../m.safetensors"}}, r"tensor 'a' is said to be in '\.\./m"),
         ({"weight_map": {"a": ".."}}, r"tensor 'a' is said to be in '\.\.'"),
         ({"weight_map": {"a": "m\n"}}, "tensor 'a' is said to be in"),
+        ({"weight_map": {"a": "m" * 3000}}, "tensor 'a' is said to be in 'mmm"),
         ({"weight_map": {"a": "none.safetensors"}}, r"none\.safetensors: no such file"),
         (
             {"weight_map": {"a": "m.safetensors", "c": "m.safetensors"}},

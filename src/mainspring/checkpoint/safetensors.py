@@ -39,6 +39,7 @@ from mainspring.checkpoint.quoting import quoted
 
 LENGTH_BYTES = 8  # of the table's length, before the table
 MAX_DIMS = 8
+MAX_FILE_NAME = 255  # characters; no file system has more
 MAX_LENGTH = 2**48  # of a dimension: a product of MAX_DIMS of them is still a small integer
 WEIGHT_TYPES: Final = ("F32", "F16", "BF16")
 # Numpy has neither bfloat16 nor 8-bit floats: these are their bits.
@@ -309,7 +310,8 @@ def _read_index(path: Path) -> Mapping[str, str]:
     if not places:
         raise CheckpointError(f"{path}: the weight_map is empty")
     for tensor, name in places.items():
-        if Path(name).name != name or name == ".." or not name.isprintable():
+        is_name = name.isprintable() and name != ".." and Path(name).name == name
+        if not is_name or len(name) > MAX_FILE_NAME:
             raise CheckpointError(
                 f"{path}: tensor {quoted(tensor)} is said to be in {quoted(name)}; "
                 "expected the name of a file in the same folder"
