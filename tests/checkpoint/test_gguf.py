@@ -351,8 +351,8 @@ def test_quoted_shows_both_ends() -> None:
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"general.architecture": "qwen2"}, "^architecture 'qwen2' is not supported yet; supported: llama$"),
-        ({"general.architecture": 7}, "^architecture 7 is not supported yet; supported: llama$"),
+        ({"general.architecture": "rwkv"}, "^architecture 'rwkv' is not supported yet; supported: bert, "),
+        ({"general.architecture": 7}, "^architecture 7 is not supported yet; supported: bert, "),
         ({}, "^key 'general.architecture' is missing: is this a language model"),
     ],
 )

@@ -118,7 +118,7 @@ def test_num_threads_reaches_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         (json.dumps(TINY | {"head_dim": 7}), "head_dim is 7; expected an even"),
         (json.dumps(TINY | {"layer_types": ["sliding_attention"] * 2}), "layer_types"),
         (json.dumps(TINY | {"layer_types": []}), "layer_types"),
-        (json.dumps(TINY | {"model_type": "gpt2"}), "model_type is 'gpt2'; expected one of"),
+        (json.dumps(TINY | {"model_type": "rwkv"}), "model_type is 'rwkv'; expected one of"),
         (json.dumps({k: v for k, v in TINY.items() if k != "hidden_size"}), "hidden_size is missing"),
         ("no/such/config.json", "cannot be read"),
         ("no/such/file.gguf", "no such file"),

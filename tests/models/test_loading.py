@@ -183,7 +183,7 @@ def test_blas_threads_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported yet; supported: llama"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported yet; supported: bert, "),
         ({"general.architecture": None}, "key 'general.architecture' is missing"),
         ({"general.architecture": ["llama"]}, "architecture ['llama'] is not supported yet"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),

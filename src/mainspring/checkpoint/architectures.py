@@ -11,7 +11,7 @@ from typing import Any, Final
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.quoting import quoted
 
-ARCHITECTURES: Final = ("llama",)
+ARCHITECTURES: Final = ("bert", "gemma2", "gemma3", "gpt2", "llama", "phi3")
 
 
 def check_architecture(metadata: Mapping[str, Any]) -> str:

@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mainspring.checkpoint.architectures import ARCHITECTURES, check_architecture
+from mainspring.models.families.bert import bert
 from mainspring.models.families.file import ModelFile
+from mainspring.models.families.gemma import gemma2, gemma3
+from mainspring.models.families.gpt2 import gpt2
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.llama import llama
 from mainspring.models.families.model import Model
 from mainspring.models.families.names import CONFIG_NEUTRAL, CONFIG_SILENT, GGUF_KEYS, GGUF_NEUTRAL
+from mainspring.models.families.phi3 import phi3
 from mainspring.models.spec import ModelSpec
 from mainspring.models.views import TensorSource
 
@@ -22,8 +26,24 @@ __all__ = ["Model", "from_config", "from_folder", "from_gguf"]
 
 Adapter = Callable[[ModelFile], Model]
 
-GGUF_FAMILIES: Mapping[str, Adapter] = {"llama": llama}  # by general.architecture
-CONFIG_FAMILIES: Mapping[str, Adapter] = {"llama": llama, "mistral": llama}  # by model_type
+# By general.architecture, and by model_type.
+GGUF_FAMILIES: Mapping[str, Adapter] = {
+    "bert": bert,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "llama": llama,
+    "phi3": phi3,
+}
+CONFIG_FAMILIES: Mapping[str, Adapter] = {
+    "bert": bert,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": llama,
+    "phi3": phi3,
+}
 assert set(GGUF_FAMILIES) == set(ARCHITECTURES)
 
 

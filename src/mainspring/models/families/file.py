@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mainspring.base.errors import CheckpointError
@@ -32,6 +32,11 @@ class ModelFile:
     source: TensorSource | None
     is_gguf: bool
     max_model_len: int | None = None
+    own_names: Mapping[str, str] = field(default_factory=dict)
+
+    def with_names(self, names: Mapping[str, str]) -> ModelFile:
+        """Where this family's names of tensors differ from those of `names.py`."""
+        return replace(self, own_names={**self.own_names, **names})
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -39,7 +44,7 @@ class ModelFile:
 
     @property
     def names(self) -> Mapping[str, str]:
-        return GGUF_NAMES if self.is_gguf else CONFIG_NAMES
+        return {**(GGUF_NAMES if self.is_gguf else CONFIG_NAMES), **self.own_names}
 
     # Pieces of a spec.
 
@@ -61,11 +66,19 @@ class ModelFile:
             )
         return num_heads, num_kv_heads, head_size
 
-    def rope(self, head_size: int, *, interleaved: bool = False, theta: float = 10_000.0) -> RopeSpec:
-        """With the scaling that a config names. interleaved: the order of rows of Q and K."""
+    def rope(
+        self,
+        head_size: int,
+        *,
+        interleaved: bool = False,
+        theta: float = 10_000.0,
+        layer_type: str = "full_attention",
+    ) -> RopeSpec:
+        """With the scaling that a config names. interleaved: the order of rows of Q and K. theta: where the
+        file does not say. layer_type: of which layers, where a config has several."""
         keys = self.keys
         if not self.is_gguf:
-            return _config_rope(keys, head_size, interleaved, theta)
+            return _config_rope(self, head_size, interleaved, theta, layer_type)
         rotary_dim = keys.count("rotary_dim", head_size)
         if rotary_dim > head_size or rotary_dim % 2:
             raise keys.refusal("rotary_dim", f"an even number up to the head size {head_size}")
@@ -80,12 +93,21 @@ class ModelFile:
     def windows(self, default: Sequence[bool] | None = None) -> list[int | None]:
         """Each layer's window. Without a list of layers' kinds in the config `default` says which have one;
         None: all, where there is a `sliding_window`."""
-        keys, num_layers = self.keys, self.num_layers()
-        window = keys.count("sliding_window") if "sliding_window" in keys else None
+        window = self.window()
+        return [window if has else None for has in self.windowed(default)]
+
+    def window(self) -> int | None:
+        if self.is_gguf and self.keys.get("sliding_window") == 0:
+            return None
+        return self.keys.count("sliding_window") if "sliding_window" in self.keys else None
+
+    def windowed(self, default: Sequence[bool] | None = None) -> list[bool]:
+        """Which layers have a window; see `windows`."""
+        keys, num_layers, window = self.keys, self.num_layers(), self.window()
         kinds = keys.get("layer_types") if not self.is_gguf else None
         if kinds is None:
-            has = [window is not None] * num_layers if default is None else default
-            kinds = [LAYER_TYPES[one and window is not None] for one in has]
+            has = [True] * num_layers if default is None else default
+            return [one and window is not None for one in has]
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise keys.refusal("layer_types", f"a list of num_hidden_layers, {num_layers}")
         for kind in kinds:
@@ -93,7 +115,7 @@ class ModelFile:
                 raise keys.refusal(
                     "layer_types", f"{' or '.join(LAYER_TYPES)} per layer, the second with a sliding_window"
                 )
-        return [window if kind == LAYER_TYPES[1] else None for kind in kinds]
+        return [kind == LAYER_TYPES[1] for kind in kinds]
 
     def with_windows(self, attn: AttnSpec, default: Sequence[bool] | None = None) -> list[AttnSpec]:
         """`attn` for every layer, with that layer's window."""
@@ -137,6 +159,11 @@ class ModelFile:
     def norm(self, key: str = "rms_norm_eps", default: float | None = None) -> NormSpec:
         return NormSpec(self.keys.positive(key, default), is_layer_norm=key != "rms_norm_eps")
 
+    def passes(self, original: int) -> bool:
+        """Whether a request may be longer than the first context that a model was made for."""
+        longest = self.keys.count("max_position_embeddings")
+        return (longest if self.max_model_len is None else self.max_model_len) > original
+
     # The whole.
 
     def model(
@@ -177,28 +204,65 @@ def plain_attention(file: ModelFile, *, interleaved: bool = False, **more: Any) 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
 
-def _config_rope(keys: Keys, head_size: int, interleaved: bool, theta: float) -> RopeSpec:
-    """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`, which has both."""
+def _config_rope(
+    file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str
+) -> RopeSpec:
+    """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`: both in one, perhaps by type of layer."""
+    keys = file.keys
     newer = "rope_parameters" in keys
     inner = keys.inner("rope_parameters" if newer else "rope_scaling")
+    if newer and layer_type in inner:
+        inner.refuse_rest({}, LAYER_TYPES)
+        inner = inner.inner(layer_type)
     base = (inner if "rope_theta" in inner else keys).positive("rope_theta", theta)
     keys.get("rope_theta")
     share = (inner if "partial_rotary_factor" in inner else keys).positive("partial_rotary_factor", 1.0)
     rotary_dim = int(head_size * share)
     if rotary_dim > head_size or rotary_dim % 2 or not rotary_dim:
         raise keys.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
+    factors: tuple[float, ...] = ()
+    amplitude = 1.0
     kind = inner.get("rope_type", inner.get("type", "default"))
     match kind:
         case "default":
-            factors: tuple[float, ...] = ()
+            pass
         case "linear":
             factors = (inner.positive("factor"),) * (rotary_dim // 2)
         case "llama3":
             factors = llama3_factors(inner, base, rotary_dim)
+        case "longrope" | "su":
+            factors, amplitude = _longrope(file, inner, rotary_dim)
         case _:
-            raise inner.refusal("rope_type", "default, linear or llama3")
+            raise inner.refusal("rope_type", "default, linear, llama3 or longrope")
     inner.refuse_rest({"original_max_position_embeddings": ()})
-    return RopeSpec(rotary_dim, base, interleaved, factors)
+    return RopeSpec(rotary_dim, base, interleaved, factors, amplitude=amplitude)
+
+
+def _longrope(file: ModelFile, inner: Keys, rotary_dim: int) -> tuple[tuple[float, ...], float]:
+    """Phi-3's: one list of factors for requests within the first context, another for longer ones.
+
+    Which of them is fixed at start, by the longest request there may be: keys in the cache are turned once.
+    Returns the factors, and what turned elements are stretched by.
+    """
+    keys = file.keys
+    said = inner if "original_max_position_embeddings" in inner else keys
+    original, longest = said.count("original_max_position_embeddings"), keys.count("max_position_embeddings")
+    is_long = file.passes(original)
+    short, long = (_numbers(inner, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
+    grown = inner.positive("factor", longest / original)
+    amplitude = 1.0 if grown <= 1.0 else math.sqrt(1.0 + math.log(grown) / math.log(original))
+    return long if is_long else short, inner.positive("attention_factor", amplitude)
+
+
+def _numbers(keys: Keys, key: str, count: int) -> tuple[float, ...]:
+    given = keys.get(key)
+    if (
+        not isinstance(given, list)
+        or len(given) != count
+        or not all(isinstance(one, int | float) and 0.0 < one < math.inf for one in given)
+    ):
+        raise keys.refusal(key, f"a list of {count} positive numbers, half of what turns of a head")
+    return tuple(map(float, given))
 
 
 def _gguf_factors(keys: Keys, rotary_dim: int) -> tuple[float, ...]:

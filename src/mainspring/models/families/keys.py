@@ -72,6 +72,10 @@ class Keys:
         inner._prefix = f"{self.shown(key)}."
         return inner
 
+    def spelled(self, spelling: Mapping[str, str]) -> None:
+        """Adds to how this file spells keys."""
+        self._spelling = {**self._spelling, **spelling}
+
     def refuse_rest(self, neutral: Mapping[str, tuple[Any, ...]], silent: Collection[str] = ()) -> None:
         """Refuse, by name, whatever was not asked for. neutral: values that change nothing; silent: keys of
         which no value does. Both in the file's spelling."""
