@@ -59,6 +59,30 @@ def is_kept(model: Path, value: int, packing: str = PACKING) -> bool:
     return kept
 
 
+@pytest.mark.parametrize(
+    ("named", "names"),
+    [
+        ("m-00002-of-00002.gguf", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
+        (".", ["a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors", "config.json"]),
+        (".", ["any.gguf"]),
+    ],
+)
+def test_each_file_of_a_model_counts(tmp_path: Path, named: str, names: list[str]) -> None:
+    """A model in several files is another one when one of them changes. What lies beside them does not count."""
+    (tmp_path / "model").mkdir()
+    model = tmp_path / "model" / named
+    for name in names:
+        (tmp_path / "model" / name).write_bytes(b"weights")
+    fill(model, 1)
+    (tmp_path / "model" / "m-00001-of-00003.txt").write_bytes(b"beside")
+    assert is_kept(model, 1)
+    for value, name in enumerate(names, 2):
+        (tmp_path / "model" / name).write_bytes(b"WEIGHTS")
+        assert not is_kept(model, value)
+        fill(model, value)
+        assert is_kept(model, value)
+
+
 def names(cache: Path) -> list[str]:
     return sorted(path.suffix for path in cache.iterdir())
 

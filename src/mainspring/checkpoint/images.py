@@ -1,9 +1,9 @@
 """Packed weights on disk, so that a second start reads or maps them instead of packing again.
 
 Theory of operation.
-- An image is one file: a page that says of what it is made, then the bytes. Its name is a digest of the model
-  file's identity (device, inode, size, times of last change) and of how it is packed. Whatever changes a
-  file's content changes its ctime; hashing the content would cost more than packing it.
+- An image is one file: a page that says of what it is made, then the bytes. Its name is a digest of the
+  identity of the model's files (device, inode, size, times of last change) and of how it is packed. Whatever
+  changes a file's content changes its ctime; hashing the content would cost more than packing it.
 - Small images are read into memory of this process, which comes in huge pages: a token of one stream then
   takes a fifth less time than from a map of the file, whose pages are small. Large ones are mapped, for
   reading them would take longer than a start should.
@@ -38,11 +38,13 @@ import numpy.typing as npt
 from mainspring.base.errors import EngineError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.catalog import default_cache_dir
+from mainspring.checkpoint.gguf import PART_NAME
 
 logger = get_logger(__name__)
 
 SUFFIX = ".packed"
 PART_SUFFIX = ".part"
+MODEL_SUFFIXES = (".safetensors", ".json", ".gguf")  # in a model's folder
 HEADER_BYTES = 4096
 UNREADABLE = "?"  # in the place of what a damaged header said
 MOST_BYTES = 16 * 2**30  # of all images together
@@ -176,10 +178,22 @@ def private_memory(num_bytes: int) -> Bytes:
 
 
 def _digest(model: str | os.PathLike[str], packing: str, num_bytes: int) -> str:
-    status = os.stat(model)
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    text = json.dumps([identity, packing, num_bytes])
+    statuses = [os.stat(file) for file in _files_of(Path(model))]
+    identities = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in statuses]
+    text = json.dumps([identities, packing, num_bytes])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _files_of(model: Path) -> list[Path]:
+    """What the weights come from: a file, all parts of a split one, or what lies in a folder."""
+    if model.is_dir():
+        return sorted(file for file in model.iterdir() if file.suffix in MODEL_SUFFIXES)
+    part = PART_NAME.fullmatch(model.name)
+    if part is None:
+        return [model]
+    others = (PART_NAME.fullmatch(file.name) for file in model.parent.iterdir())
+    whole = part["stem"], part["count"]
+    return sorted(model.with_name(o.string) for o in others if o and (o["stem"], o["count"]) == whole)
 
 
 class _Header(msgspec.Struct, frozen=True):
