@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "cache": Entry("cache", "packed weights on disk: list them, or clear"),
     "doctor": Entry("doctor", "what mainspring found here: kernels, cores, memory, models"),
+    "completion": Entry("completion", "what makes a shell complete these words: bash, zsh, fish"),
 }
 EXAMPLES = """
 start here:
