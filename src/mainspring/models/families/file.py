@@ -4,7 +4,6 @@ of a spec that most families read alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 from mainspring.base.errors import CheckpointError
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.model import Model, names_of
-from mainspring.models.families.names import CONFIG_NAMES, GGUF_NAMES
+from mainspring.models.families.names import CONFIG_NAMES, GGUF_NAMES, LAYER_TYPES
+from mainspring.models.families.rope import config_rope, gguf_rope
 from mainspring.models.spec import AttnSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from mainspring.models.views import TensorSource, View
 
 MAX_LAYERS = 10_000  # that a config alone may ask for: no file bounds it
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,8 @@ class ModelFile:
     ) -> RopeSpec:
         """With the scaling that a config names. interleaved: the order of rows of Q and K. theta: where the
         file does not say. layer_type: of which layers, where a config has several."""
-        keys = self.keys
-        if not self.is_gguf:
-            return _config_rope(self, head_size, interleaved, theta, layer_type)
-        rotary_dim = keys.count("rotary_dim", head_size)
-        if rotary_dim > head_size or rotary_dim % 2:
-            raise keys.refusal("rotary_dim", f"an even number up to the head size {head_size}")
-        return RopeSpec(
-            rotary_dim,
-            keys.positive("rope_theta", theta),
-            interleaved,
-            factors=_gguf_factors(keys, rotary_dim),
-            has_factors="rope_freqs.weight" in self.tensors,
-        )
+        read = gguf_rope if self.is_gguf else config_rope
+        return read(self, head_size, interleaved, theta, layer_type)
 
     def windows(self, default: Sequence[bool] | None = None) -> list[int | None]:
         """Each layer's window. Without a list of layers' kinds in the config `default` says which have one;
@@ -199,88 +187,3 @@ def plain_attention(file: ModelFile, *, interleaved: bool = False, **more: Any) 
     """Heads that turn. more: further fields of `AttnSpec`."""
     num_heads, num_kv_heads, head_size = file.heads()
     return AttnSpec(num_heads, num_kv_heads, head_size, file.rope(head_size, interleaved=interleaved), **more)
-
-
-# ---- rotary positions --------------------------------------------------------------------------------------
-
-
-def _config_rope(
-    file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str
-) -> RopeSpec:
-    """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`: both in one, perhaps by type of layer."""
-    keys = file.keys
-    newer = "rope_parameters" in keys
-    inner = keys.inner("rope_parameters" if newer else "rope_scaling")
-    if newer and layer_type in inner:
-        inner.refuse_rest({}, LAYER_TYPES)
-        inner = inner.inner(layer_type)
-    base = (inner if "rope_theta" in inner else keys).positive("rope_theta", theta)
-    keys.get("rope_theta")
-    share = (inner if "partial_rotary_factor" in inner else keys).positive("partial_rotary_factor", 1.0)
-    rotary_dim = int(head_size * share)
-    if rotary_dim > head_size or rotary_dim % 2 or not rotary_dim:
-        raise keys.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
-    factors: tuple[float, ...] = ()
-    amplitude = 1.0
-    kind = inner.get("rope_type", inner.get("type", "default"))
-    match kind:
-        case "default":
-            pass
-        case "linear":
-            factors = (inner.positive("factor"),) * (rotary_dim // 2)
-        case "llama3":
-            factors = llama3_factors(inner, base, rotary_dim)
-        case "longrope" | "su":
-            factors, amplitude = _longrope(file, inner, rotary_dim)
-        case _:
-            raise inner.refusal("rope_type", "default, linear, llama3 or longrope")
-    inner.refuse_rest({"original_max_position_embeddings": ()})
-    return RopeSpec(rotary_dim, base, interleaved, factors, amplitude=amplitude)
-
-
-def _longrope(file: ModelFile, inner: Keys, rotary_dim: int) -> tuple[tuple[float, ...], float]:
-    """Phi-3's: one list of factors for requests within the first context, another for longer ones.
-
-    Which of them is fixed at start, by the longest request there may be: keys in the cache are turned once.
-    Returns the factors, and what turned elements are stretched by.
-    """
-    keys = file.keys
-    said = inner if "original_max_position_embeddings" in inner else keys
-    original, longest = said.count("original_max_position_embeddings"), keys.count("max_position_embeddings")
-    is_long = file.passes(original)
-    short, long = (_numbers(inner, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
-    grown = inner.positive("factor", longest / original)
-    amplitude = 1.0 if grown <= 1.0 else math.sqrt(1.0 + math.log(grown) / math.log(original))
-    return long if is_long else short, inner.positive("attention_factor", amplitude)
-
-
-def _numbers(keys: Keys, key: str, count: int) -> tuple[float, ...]:
-    given = keys.get(key)
-    if (
-        not isinstance(given, list)
-        or len(given) != count
-        or not all(isinstance(one, int | float) and 0.0 < one < math.inf for one in given)
-    ):
-        raise keys.refusal(key, f"a list of {count} positive numbers, half of what turns of a head")
-    return tuple(map(float, given))
-
-
-def _gguf_factors(keys: Keys, rotary_dim: int) -> tuple[float, ...]:
-    """Of `rope.scaling.*`; what converters already put into a tensor is not said there."""
-    if keys.one_of("rope.scaling.type", ("none", "linear"), "none") == "none":
-        return ()
-    return (keys.positive("rope.scaling.factor"),) * (rotary_dim // 2)
-
-
-def llama3_factors(keys: Keys, theta: float, rotary_dim: int) -> tuple[float, ...]:
-    """Llama 3.1's: slow frequencies are divided by `factor`, quick ones not, those between in proportion."""
-    factor, original = keys.positive("factor"), keys.count("original_max_position_embeddings")
-    low, high = keys.positive("low_freq_factor"), keys.positive("high_freq_factor")
-    if high <= low:
-        raise keys.refusal("high_freq_factor", f"more than low_freq_factor, {low}")
-    factors = []
-    for i in range(0, rotary_dim, 2):
-        turns = original / (2 * math.pi * theta ** (i / rotary_dim))  # of this frequency in the first context
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))  # of the undivided frequency
-        factors.append(1.0 / (share + (1.0 - share) / factor))
-    return tuple(factors)

@@ -84,6 +84,7 @@ CONFIG_SILENT = frozenset(
         "unsloth_fixed",
     }
 )
+LAYER_TYPES = ("full_attention", "sliding_attention")  # as configs call them
 
 # Tensors, by role; `{}` is the layer.
 GGUF_NAMES: Mapping[str, str] = {
