@@ -68,7 +68,7 @@ def is_kept(model: Path, value: int, packing: str = PACKING) -> bool:
     ],
 )
 def test_each_file_of_a_model_counts(tmp_path: Path, named: str, names: list[str]) -> None:
-    """A model in several files is another one when one of them changes. What lies beside them does not count."""
+    """A model of several files is another when one of them changes. What lies beside them does not count."""
     (tmp_path / "model").mkdir()
     model = tmp_path / "model" / named
     for name in names:
