@@ -48,7 +48,6 @@ VLLM_ARGUMENTS = {
             "guided_decoding_backend",
             "hf_config_path",
             "hf_overrides",
-            "hf_token",
             "kv_events_config",
             "kv_transfer_config",
             "limit_mm_per_prompt",
@@ -61,7 +60,6 @@ VLLM_ARGUMENTS = {
             "model_loader_extra_config",
             "override_generation_config",
             "reasoning_parser",
-            "revision",
             "rope_scaling",
             "rope_theta",
             "runner",
@@ -95,7 +93,6 @@ VLLM_ARGUMENTS = {
         ("tokenizer", "tokenizer_mode", "tokenizer_revision"),
         "is not supported yet: the model's file brings its own; leave it out",
     ),
-    "download_dir": "is not supported yet; set the environment's MAINSPRING_CACHE",
 }
 # Beyond these no machine goes; what fits this one is found when the memory is measured.
 MOST = {
@@ -117,7 +114,24 @@ TYPE_WORDS: dict[object, str] = {
 class EngineArgs:
     """Everything an engine can be told. Each field's `metadata["help"]` is the flag's help text."""
 
-    model: str = field(default="smollm2-135m", metadata={"help": "catalogue name or path of a GGUF file"})
+    model: str = field(
+        default="smollm2-135m",
+        metadata={
+            "help": "catalogue name, GGUF file, folder, or name on the hub: org/name, org/name:file.gguf"
+        },
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "branch, tag or commit of a model on the hub; default: main"}
+    )
+    hf_token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={"help": "for the hub's private and gated models; default: HF_TOKEN, or who is logged in"},
+    )
+    download_dir: str | None = field(
+        default=None,
+        metadata={"help": "folder for what is fetched; default: MAINSPRING_CACHE, and HF_HOME for the hub"},
+    )
     served_model_name: str | None = field(default=None, metadata={"help": "name to show to clients"})
     load_format: Literal["auto", "gguf", "dummy"] = field(
         default="auto", metadata={"help": "auto: by the file; dummy: random weights of the model's shape"}

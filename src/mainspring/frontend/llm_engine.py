@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -62,7 +63,6 @@ def prepare(args: EngineArgs) -> Prepared:
 
     Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
     """
-    from mainspring.checkpoint.catalog import resolve_model
     from mainspring.checkpoint.description import config_facts, describe
     from mainspring.checkpoint.hf_config import is_config, read_config
     from mainspring.checkpoint.opening import open_checkpoint
@@ -72,9 +72,19 @@ def prepare(args: EngineArgs) -> Prepared:
             raise ConfigError("a config has no tokenizer: set skip_tokenizer_init and give token ids")
         facts = config_facts(args.model, read_config(args.model))
         return Prepared(facts, resolve(args, facts))
-    with open_checkpoint(resolve_model(args.model, fetch=True)) as checkpoint:
+    with open_checkpoint(_fetched(args)) as checkpoint:
         facts, defaults = describe(checkpoint)
     return Prepared(facts, resolve(args, facts), defaults)
+
+
+def _fetched(args: EngineArgs) -> Path:
+    """Where the model is, once it is there."""
+    from mainspring.checkpoint.catalog import resolve_model
+
+    folder = None if args.download_dir is None else Path(args.download_dir)
+    return resolve_model(
+        args.model, fetch=True, cache_dir=folder, revision=args.revision, token=args.hf_token
+    )
 
 
 def start_core(args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], Core]) -> Started[Core]:
