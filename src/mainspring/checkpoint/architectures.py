@@ -11,7 +11,19 @@ from typing import Any, Final
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.quoting import quoted
 
-ARCHITECTURES: Final = ("bert", "gemma2", "gemma3", "gpt2", "llama", "phi3")
+ARCHITECTURES: Final = (
+    "bert",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "granite",
+    "llama",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 
 
 def check_architecture(metadata: Mapping[str, Any]) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma_phi_gpt2_configs import OTHER_CONFIGS, OTHER_SEQUENCES
+
 # Lengths of the sequences, by fixture. The longer passes windows and first contexts.
-SEQUENCES: dict[str, tuple[int, ...]] = {"default": (37, 9)}
+SEQUENCES: dict[str, tuple[int, ...]] = {"default": (37, 9)} | OTHER_SEQUENCES
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -94,7 +96,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-yarn": QWEN2
     | {
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        "max_position_embeddings": 32,
     },
     "qwen3": QWEN3,
     "smollm3": SHAPE
@@ -138,6 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "num_hidden_layers": 4,
+        "rope_theta": 500000,
         "num_key_value_heads": 4,
         "sliding_window": 10,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -150,4 +152,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn",
         },
     },
-}
+} | OTHER_CONFIGS

@@ -14,11 +14,15 @@ from mainspring.models.families.bert import bert
 from mainspring.models.families.file import ModelFile
 from mainspring.models.families.gemma import gemma2, gemma3
 from mainspring.models.families.gpt2 import gpt2
+from mainspring.models.families.granite import granite
 from mainspring.models.families.keys import Keys
-from mainspring.models.families.llama import llama
+from mainspring.models.families.llama import llama, mistral
 from mainspring.models.families.model import Model
 from mainspring.models.families.names import CONFIG_NEUTRAL, CONFIG_SILENT, GGUF_KEYS, GGUF_NEUTRAL
+from mainspring.models.families.olmo import olmo2, olmo3
 from mainspring.models.families.phi3 import phi3
+from mainspring.models.families.qwen import qwen2, qwen3
+from mainspring.models.families.smollm3 import smollm3
 from mainspring.models.spec import ModelSpec
 from mainspring.models.views import TensorSource
 
@@ -32,17 +36,28 @@ GGUF_FAMILIES: Mapping[str, Adapter] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gpt2": gpt2,
+    "granite": granite,
     "llama": llama,
+    "olmo2": olmo2,
     "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "smollm3": smollm3,
 }
 CONFIG_FAMILIES: Mapping[str, Adapter] = {
     "bert": bert,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "gpt2": gpt2,
+    "granite": granite,
     "llama": llama,
-    "mistral": llama,
+    "mistral": mistral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
     "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "smollm3": smollm3,
 }
 assert set(GGUF_FAMILIES) == set(ARCHITECTURES)
 

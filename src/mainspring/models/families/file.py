@@ -47,18 +47,24 @@ class ModelFile:
 
     # Pieces of a spec.
 
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, KV heads, and the size of one."""
+    def heads(self, *, kv_heads: int | None = None, size: int | None = None) -> tuple[int, int, int]:
+        """Query heads, KV heads, and the size of one.
+
+        kv_heads, size: what configs of this family mean that do not say; None: as many as query heads, and
+        their share of the hidden size.
+        """
         keys = self.keys
+        if self.is_gguf:
+            kv_heads = size = None
         num_heads, hidden = keys.count("num_attention_heads"), keys.count("hidden_size")
-        if "head_dim" not in keys and hidden % num_heads:
+        if "head_dim" not in keys and size is None and hidden % num_heads:
             raise keys.refusal("num_attention_heads", f"a divisor of {keys.shown('hidden_size')}, {hidden}")
-        head_size = keys.count("head_dim", hidden // num_heads)
+        head_size = keys.count("head_dim", hidden // num_heads if size is None else size)
         if head_size % 2:
             raise keys.refusal("head_dim", "an even number: elements of a head turn in pairs")
         if self.is_gguf and keys.count("value_head_dim", head_size) != head_size:
             raise keys.refusal("value_head_dim", f"key_length, {head_size}")
-        num_kv_heads = keys.count("num_key_value_heads", num_heads)
+        num_kv_heads = keys.count("num_key_value_heads", num_heads if kv_heads is None else kv_heads)
         if num_heads % num_kv_heads:
             raise keys.refusal(
                 "num_key_value_heads", f"a divisor of {keys.shown('num_attention_heads')}, {num_heads}"
@@ -92,6 +98,10 @@ class ModelFile:
     def windowed(self, default: Sequence[bool] | None = None) -> list[bool]:
         """Which layers have a window; see `windows`."""
         keys, num_layers, window = self.keys, self.num_layers(), self.window()
+        if self.is_gguf and isinstance(pattern := keys.get("sliding_window_pattern"), list):
+            if len(pattern) != num_layers or not all(isinstance(one, bool) for one in pattern):
+                raise keys.refusal("sliding_window_pattern", "true or false for each layer")
+            return [one and window is not None for one in pattern]
         kinds = keys.get("layer_types") if not self.is_gguf else None
         if kinds is None:
             has = [True] * num_layers if default is None else default
@@ -108,6 +118,26 @@ class ModelFile:
     def with_windows(self, attn: AttnSpec, default: Sequence[bool] | None = None) -> list[AttnSpec]:
         """`attn` for every layer, with that layer's window."""
         return [replace(attn, sliding_window=window) for window in self.windows(default)]
+
+    def with_switched_windows(self, attn: AttnSpec, default: Sequence[bool]) -> list[AttnSpec]:
+        """As `with_windows`, for configs that have windows only with `use_sliding_window`."""
+        keys = self.keys
+        if self.is_gguf:
+            return self.with_windows(attn)
+        if keys.flag("use_sliding_window", False):
+            keys.count("sliding_window")
+            return self.with_windows(attn, default)
+        keys.get("sliding_window")
+        full = [LAYER_TYPES[0]] * self.num_layers()
+        if keys.get("layer_types", full) != full:
+            raise keys.refusal("layer_types", f"{LAYER_TYPES[0]} everywhere, without use_sliding_window")
+        return [attn] * len(full)
+
+    def has_bias(self, role: str, key: str) -> bool:
+        """Whether products of `role` have one: a config says so by `key`, a GGUF file has the tensor."""
+        if self.is_gguf:
+            return f"{self.names[role].replace('{}', '0')}.bias" in self.tensors
+        return self.keys.flag(key, False)
 
     def num_layers(self) -> int:
         """Raises before anything is made of a size that the file cannot have."""
@@ -145,7 +175,9 @@ class ModelFile:
         return self.keys.flag("tie_word_embeddings", default)
 
     def norm(self, key: str = "rms_norm_eps", default: float | None = None) -> NormSpec:
-        return NormSpec(self.keys.positive(key, default), is_layer_norm=key != "rms_norm_eps")
+        """default: the eps of configs that do not say; GGUF files must."""
+        eps = self.keys.positive(key, None if self.is_gguf else default)
+        return NormSpec(eps, is_layer_norm=key != "rms_norm_eps")
 
     def passes(self, original: int) -> bool:
         """Whether a request may be longer than the first context that a model was made for."""
@@ -183,7 +215,18 @@ class ModelFile:
         return Model(spec, names_of(spec, table), dict(views or {}), ignored)
 
 
-def plain_attention(file: ModelFile, *, interleaved: bool = False, **more: Any) -> AttnSpec:
-    """Heads that turn. more: further fields of `AttnSpec`."""
-    num_heads, num_kv_heads, head_size = file.heads()
-    return AttnSpec(num_heads, num_kv_heads, head_size, file.rope(head_size, interleaved=interleaved), **more)
+def plain_attention(
+    file: ModelFile,
+    *,
+    kv_heads: int | None = None,
+    size: int | None = None,
+    interleaved: bool = False,
+    theta: float = 10_000.0,
+    **more: Any,
+) -> AttnSpec:
+    """Heads that turn as a whole; see `ModelFile.heads` and `rope`. more: further fields of `AttnSpec`."""
+    num_heads, num_kv_heads, head_size = file.heads(kv_heads=kv_heads, size=size)
+    rope = file.rope(head_size, interleaved=interleaved, theta=theta)
+    if not file.is_gguf and rope.rotary_dim != head_size:
+        raise file.keys.refusal("partial_rotary_factor", "1: this family turns whole heads")
+    return AttnSpec(num_heads, num_kv_heads, head_size, rope, **more)

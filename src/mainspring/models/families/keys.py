@@ -39,10 +39,10 @@ class Keys:
         self._asked.add(spelled)
         return self._values.get(spelled, default)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refusal(key, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refusal(key, "a positive integer" if least else "a whole number")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:

@@ -22,6 +22,10 @@ GGUF_KEYS: Mapping[str, str] = {
     "rope_local_base_freq": "rope.freq_base_swa",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "rotary_dim": "rope.dimension_count",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -43,11 +47,11 @@ CONFIG_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "mlp_bias": (False,),
-    "pretraining_tp": (1,),
     "pruned_heads": ({},),
     "quantization_config": (),
     "rope_interleaved": (False,),
     "use_cache": (True, False),
+    "use_mrope": (False,),
 }
 # Keys of a config of which no value changes a logit.
 CONFIG_SILENT = frozenset(
@@ -75,6 +79,7 @@ CONFIG_SILENT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",
+        "pretraining_tp",
         "resid_pdrop",
         "return_dict",
         "task_specific_params",

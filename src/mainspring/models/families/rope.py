@@ -35,6 +35,7 @@ def config_rope(
     base = (inner if "rope_theta" in inner else keys).positive("rope_theta", theta)
     keys.get("rope_theta")
     share = (inner if "partial_rotary_factor" in inner else keys).positive("partial_rotary_factor", 1.0)
+    keys.get("partial_rotary_factor")
     rotary_dim = int(head_size * share)
     if rotary_dim > head_size or rotary_dim % 2 or not rotary_dim:
         raise keys.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
@@ -101,7 +102,7 @@ def _numbers(keys: Keys, key: str, count: int) -> tuple[float, ...]:
 
 
 def gguf_rope(file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str) -> RopeSpec:
-    """Of `rope.*`. What converters put into tensors instead is said there: factors of Llama 3 and of Phi-3."""
+    """Of `rope.*`. Factors of Llama 3 and of Phi-3 are tensors instead."""
     del layer_type  # the keys are those of layers that see everything; adapters know of others
     keys = file.keys
     rotary_dim = keys.count("rotary_dim", head_size)
