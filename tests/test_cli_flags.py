@@ -83,8 +83,8 @@ def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str])
     [
         (["--runner", "draft"], "--runner draft is not supported yet; give auto or generate"),
         (
-            ["--distributed-executor-backend", "ray"],
-            "--distributed-executor-backend ray is not supported yet",
+            ["--logprobs-mode=raw_logits"],
+            "--logprobs-mode raw_logits is not supported yet; give raw_logprobs",
         ),
         (["--speculative-config", "{}"], "--speculative-config: draft tokens (speculative decoding) are not"),
         (["-sc", "{}"], "-sc: draft tokens (speculative decoding) are not supported yet; leave it out"),
@@ -187,6 +187,7 @@ WRONG = {
     "bench throughput --num-prompts 0": "num_prompts 0 must be at least 1",
     "run-batch --input x": "did you mean --input-file?",
     "run-batsh -i x": "did you mean run-batch?",
+    "models remvoe smollm2-135m": "did you mean remove?",
     "bench startup --repeats 0": "--repeats 0 must be at least 1",
 }
 

@@ -356,16 +356,15 @@ ALIASES = {
 ENGINE = "engine"
 GROUPS = {
     "model": (
+        *("model", "revision", "hf_token", "download_dir", "served_model_name", "load_format", "dtype"),
         *(
-            "model",
-            "served_model_name",
-            "load_format",
-            "dtype",
             "quantization",
             "max_model_len",
             "chat_template",
+            "skip_tokenizer_init",
+            "trust_remote_code",
+            "seed",
         ),
-        *("skip_tokenizer_init", "trust_remote_code", "seed"),
     ),
     "kernels": ("kernels", "instruction_set", "activations", "num_threads", "enforce_eager"),
     "memory": (
@@ -375,6 +374,10 @@ GROUPS = {
     "scheduling": (
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "long_prefill_token_threshold"),
         *("scheduling_policy", "async_scheduling", "max_num_queued_reqs", "max_num_queued_tokens"),
+    ),
+    "parallel": (
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "collectives"),
+        *("distributed_executor_backend", "executor", "in_process"),
     ),
     ENGINE: (),
 }

@@ -30,12 +30,20 @@ COMMANDS = {
     "serve": Entry("serve", "serve a model to clients of the OpenAI API"),
     "run-batch": Entry("run_batch", "answer a file of requests, in OpenAI's batch format"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
+    "models": Entry("models", "models by name, and what of them is on this disk; remove one"),
     "bench": Entry(
         "bench", "measure this machine: scheduler, throughput, latency, startup; or a server: serve"
     ),
     "cache": Entry("cache", "packed weights on disk: list them, or clear"),
     "doctor": Entry("doctor", "what mainspring found here: kernels, cores, memory, models"),
     "completion": Entry("completion", "what makes a shell complete these words: bash, zsh, fish"),
+}
+# Names of other programs' commands that do what one of these does.
+OTHER_NAMES = {
+    **dict.fromkeys(("list", "ls", "rm", "remove", "show"), "models"),
+    **dict.fromkeys(("collect-env", "env", "info"), "doctor"),
+    **dict.fromkeys(("download", "fetch"), "pull"),
+    **{"run": "chat", "start": "serve", "batch": "run-batch", "benchmark": "bench"},
 }
 EXAMPLES = """
 start here:
@@ -104,15 +112,15 @@ def _status(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help") or argv[0].startswith("--help="):
+    if not argv or argv[0] in ("-h", "--help") or argv == ["help"] or argv[0].startswith("--help="):
         print(_help())
         return 0
     if argv[0] in ("-V", "--version"):
         print(f"mainspring {__version__}")
         return 0
-    name, *rest = argv
+    name, *rest = argv if argv[0] != "help" else [argv[1], "--help"]
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
+        near = OTHER_NAMES.get(name) or nearest(name, COMMANDS)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")
     command = importlib.import_module(f"mainspring.cli.{COMMANDS[name].module}")

@@ -48,7 +48,6 @@ FITTING = {
     "convert": ("auto", "none"),
     "data-parallel-size-local": ("1",),
     "device": ("auto", "cpu"),
-    "distributed-executor-backend": ("uni", "mp"),
     "generation-config": ("vllm",),
     "logprobs-mode": ("raw_logprobs",),
     "nnodes": ("1",),
