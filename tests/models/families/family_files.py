@@ -62,7 +62,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[form.arch])
     _common_keys(writer, config)
     form.keys(writer, config)
-    names = gguf.get_tensor_name_map(form.arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(form.arch, config.get("num_hidden_layers") or config["n_layer"])
     for name, values in fixture.tensors().items():
         for changed_name, changed in form.tensor(config, name, values):
             found = names.get_name(changed_name, try_suffixes=(".weight", ".bias"))
@@ -191,7 +191,58 @@ def _granite_keys(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
+# ---- Gemma, Phi and GPT-2 ----------------------------------------------------------------------------------
+
+
+def _gemma2_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    """Not which layers have the window."""
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _gemma3_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    """The theta of layers with a window only where positions are scaled, as newer converters do."""
+    writer.add_sliding_window(config["sliding_window"])
+    if rope_of(config)["rope_type"] != "default":
+        writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+
+
+def _norms_with_one(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
+    yield name, values + np.float32(1.0) if name.endswith("norm.weight") else values
+
+
+def _phi3_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(head_size(config) * rope["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if rope["rope_type"] == "longrope":
+        first = config["original_max_position_embeddings"]
+        grown = config["max_position_embeddings"] / first
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1.0 + np.log(grown) / np.log(first))))
+
+
+def _phi3_factors(config: Config) -> Iterator[Tensor]:
+    for kind in ("long", "short"):
+        if (factors := config["rope_parameters"].get(f"{kind}_factor")) is not None:
+            yield f"rope_factors_{kind}.weight", np.array(factors, np.float32)
+
+
+def _gpt2_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_feed_forward_length(4 * config["n_embd"])
+
+
+def _turned_over(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
+    ends = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    yield name, values.T if name.endswith(ends) else values
+
+
 FORMS: dict[str, Form] = {
+    "gemma2": Form(gguf.MODEL_ARCH.GEMMA2, _gemma2_keys, _norms_with_one),
+    "gemma3_text": Form(gguf.MODEL_ARCH.GEMMA3, _gemma3_keys, _norms_with_one),
+    "phi3": Form(gguf.MODEL_ARCH.PHI3, _phi3_keys, extra_tensors=_phi3_factors),
+    "gpt2": Form(gguf.MODEL_ARCH.GPT2, _gpt2_keys, _turned_over),
     "llama": LLAMA,
     "mistral": Form(gguf.MODEL_ARCH.LLAMA, _mistral_keys, _in_pairs),
     "qwen2": Form(gguf.MODEL_ARCH.QWEN2, _qwen2_keys),

@@ -44,13 +44,18 @@ class Fixture:
         return [log_softmax(rows) for rows in self.logits]
 
     def tensors(self) -> dict[str, Floats]:
-        return {name: weight(name, shape) for name, shape in self.shapes.items()}
+        return tensors_of(self.config, self.shapes)
 
 
-def weight(name: str, shape: tuple[int, ...]) -> Floats:
+def tensors_of(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Floats]:
+    norms = 0.0 if config["model_type"].startswith("gemma") else 1.0  # theirs are what is added to 1
+    return {name: weight(name, shape, norms) for name, shape in shapes.items()}
+
+
+def weight(name: str, shape: tuple[int, ...], norms: float = 1.0) -> Floats:
     """Numbers that depend on name and shape alone, in any version of numpy: a counter, mixed (SplitMix64).
 
-    Even over (-1, 1), then scaled so that activations stay near unit size; those of norms are around 1.
+    Even over (-1, 1), then scaled so that activations stay near unit size; those of norms are around `norms`.
     """
     counter = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -63,7 +68,7 @@ def weight(name: str, shape: tuple[int, ...]) -> Floats:
     values = ((x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)).reshape(shape)
     if len(shape) > 1:
         return values * np.float32(3.0 / math.sqrt(shape[-1]))
-    return np.float32(0.3) * values + np.float32(not name.endswith(".bias"))
+    return np.float32(0.3) * values + np.float32(0.0 if name.endswith(".bias") else norms)
 
 
 def log_softmax(rows: Floats) -> Floats:

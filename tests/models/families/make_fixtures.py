@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from family_configs import CONFIGS, SEQUENCES
-from family_fixtures import NUM_NEW, Fixture, Floats, save, weight
+from family_fixtures import NUM_NEW, Fixture, Floats, save, tensors_of
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, logging
@@ -39,8 +39,7 @@ def make(name: str) -> Fixture:
         saved_config = json.loads((folder / "config.json").read_text())
         # The published form again: this is what must be understood.
         (folder / "config.json").write_text(json.dumps(config))
-        tensors = {tensor: weight(tensor, shape) for tensor, shape in shapes.items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        save_file(tensors_of(config, shapes), folder / "model.safetensors", {"format": "pt"})
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )

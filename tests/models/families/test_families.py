@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from family_files import write_folder, write_gguf
 from family_fixtures import NUM_NEW, Fixture
+from gemma_phi_gpt2_configs import MAX_MODEL_LEN
 
 from mainspring import LLM, SamplingParams
 from mainspring.base.outputs import Logprob
@@ -48,8 +49,13 @@ def opened(path: Path, **changes: Any) -> LLM:
 
 
 @pytest.fixture(scope="module", params=[64, 7], ids=["whole", "chunked"])
-def llm(request: pytest.FixtureRequest, path: Path) -> Iterator[LLM]:
-    llm = opened(path, max_num_batched_tokens=request.param, max_num_seqs=4)
+def llm(request: pytest.FixtureRequest, fixture: Fixture, path: Path) -> Iterator[LLM]:
+    llm = opened(
+        path,
+        max_model_len=MAX_MODEL_LEN.get(fixture.name),
+        max_num_batched_tokens=request.param,
+        max_num_seqs=4,
+    )
     yield llm
     llm.shutdown()
 

@@ -24,8 +24,8 @@ def phi3(file: ModelFile) -> Model:
     rope, ignored = _rope(file, head_size)
     attn = AttnSpec(num_heads, num_kv_heads, head_size, rope)
     mlp = MLPSpec(keys.count("intermediate_size"))
-    for key in ("full_attn_mod", "interpolate_factor"):
-        keys.one_of(key, (1,), 1)
+    for key, value in (("full_attn_mod", 1), ("interpolate_factor", 1), ("lm_head_bias", False)):
+        keys.one_of(key, (value,), value)
     qkv, gate_up = (GGUF_QKV, GGUF_GATE_UP) if file.is_gguf else (CONFIG_QKV, CONFIG_GATE_UP)
     names = {
         **{role: f"{qkv}.{role[1:]}" for role in ("wq", "wk", "wv")},
