@@ -47,6 +47,23 @@ def _space_bytes(given: str) -> int:
     return int(gib * 2**30)
 
 
+def kv_pool_bytes(setting: int | None, free_bytes: int) -> int:
+    """The setting, else the environment's `VLLM_CPU_KVCACHE_SPACE`, else a quarter of what is free, at most 4
+    GiB. What it was, and why, goes to the log."""
+    if setting is not None:
+        return setting
+    if given := os.environ.get(KV_SPACE):
+        return _space_bytes(given)
+    pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
+    logger.info(
+        "KV cache: %.2f GiB, a quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
+        "kv_cache_memory_bytes sets it",
+        pool_bytes / 2**30,
+        free_bytes / 2**30,
+    )
+    return pool_bytes
+
+
 def _progress(bar: tqdm) -> Callable[[int, int], None]:
     def show(done_bytes: int, total_bytes: int) -> None:
         bar.total = total_bytes
@@ -89,21 +106,8 @@ class Worker:
         return self.runner.model.kv_cache_specs()
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV pool: the setting, else the environment's `VLLM_CPU_KVCACHE_SPACE`, else a quarter
-        of what is free, at most 4 GiB. What it was, and why, goes to the log."""
-        if self._kv_cache_memory_bytes is not None:
-            return self._kv_cache_memory_bytes
-        if given := os.environ.get(KV_SPACE):
-            return _space_bytes(given)
-        free_bytes = free_memory_bytes()
-        pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
-        logger.info(
-            "KV cache: %.2f GiB, a quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
-            "kv_cache_memory_bytes sets it",
-            pool_bytes / 2**30,
-            free_bytes / 2**30,
-        )
-        return pool_bytes
+        """Bytes for the KV pool: see `kv_pool_bytes`."""
+        return kv_pool_bytes(self._kv_cache_memory_bytes, free_memory_bytes())
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         self._initialized = (config, max_model_len)
