@@ -305,8 +305,10 @@ def test_pull_lists_the_catalogue(
     assert "smollm2-135m  SmolLM2" in (listed := capsys.readouterr().out)
     assert "98 MB to fetch" in listed
     assert main(["pull", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)
-    assert (entry["name"], entry["path"]) == ("smollm2-135m", None)
+    entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert entries.keys() == {"smollm2-135m", "gemma3-270m", "all-minilm-l6-v2"}
+    assert entries["smollm2-135m"]["path"] is None
+    assert "ai.google.dev/gemma/terms" in entries["gemma3-270m"]["terms"]
     assert main(["pull", "smolm2-135m"]) == 2
     assert capsys.readouterr().err.startswith(
         "mainspring: no model 'smolm2-135m' in the catalogue (did you mean"

@@ -1,17 +1,21 @@
-"""`mainspring pull`: fetch a model of the catalogue, or list what there is."""
+"""`mainspring pull`: fetch a model of the catalogue or of the hub, or list the catalogue."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mainspring.base.config import EngineArgs
 from mainspring.base.log import set_up_logging
 from mainspring.cli.dialect import Parser, add_common_flags
 
 if TYPE_CHECKING:
     from mainspring.checkpoint.catalog import Listing
 
-EXAMPLES = ("", "smollm2-135m", "smollm2-135m --json")
+EXAMPLES = ("", "smollm2-135m", "org/name:Q4_K_M", "org/name --revision main --json")
+HUB_FLAGS = ("revision", "hf_token", "download_dir")
 
 
 def run(argv: list[str]) -> int:
@@ -19,7 +23,16 @@ def run(argv: list[str]) -> int:
         "pull", "Fetch a model into the cache; without a name, list the catalogue.", EXAMPLES, argv
     )
     group = parser.add_argument_group("the model")
-    group.add_argument("name", nargs="?", default=None, help="a name of the catalogue")
+    group.add_argument(
+        "name",
+        nargs="?",
+        default=None,
+        help="of the catalogue, or on the hub: org/name, org/name:file.gguf, org/name:Q4_K_M",
+    )
+    for field in fields(EngineArgs):
+        if field.name in HUB_FLAGS:
+            flag = f"--{field.name.replace('_', '-')}"
+            group.add_argument(flag, default=None, metavar="TEXT", help=field.metadata["help"])
     add_common_flags(parser)
     given = parser.read(argv)
     set_up_logging("info" if given.verbose else None)
@@ -27,7 +40,10 @@ def run(argv: list[str]) -> int:
 
     if given.name is None:
         return _list(given.json)
-    path = catalog.pull(given.name, progress=not given.json)
+    folder = None if given.download_dir is None else Path(given.download_dir)
+    path = catalog.pull(
+        given.name, folder, progress=not given.json, revision=given.revision, token=given.hf_token
+    )
     print(json.dumps({"name": given.name, "path": str(path)}) if given.json else f"{given.name}: {path}")
     return 0
 
@@ -51,6 +67,7 @@ def listing_as_json(listing: Listing) -> dict[str, object]:
         "name": entry.name,
         "description": entry.description,
         "licence": entry.licence,
+        "terms": entry.terms,
         "num_bytes": entry.num_bytes,
         "path": str(path) if path else None,
     }
