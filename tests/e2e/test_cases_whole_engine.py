@@ -56,7 +56,7 @@ def witness() -> Iterator[Witness]:
 @pytest.fixture
 def injected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines without rounding."""
-    monkeypatch.setattr(worker, "load_model", lambda config, progress=None: Injected())
+    monkeypatch.setattr(worker, "load_model", lambda config, *rest: Injected())
 
 
 def greedy(max_tokens: int = 8, **more) -> SamplingParams:

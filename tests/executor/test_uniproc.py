@@ -65,7 +65,7 @@ def make_config(**more) -> EngineConfig:
 @pytest.fixture
 def model(monkeypatch) -> CountingModel:
     made = CountingModel()
-    monkeypatch.setattr(worker, "load_model", lambda config, progress=None: made)
+    monkeypatch.setattr(worker, "load_model", lambda config, *rest: made)
     return made
 
 
@@ -158,7 +158,7 @@ from mainspring.worker import worker
 class Model:
     vocab_size = 5
     def kv_cache_specs(self): return []
-worker.load_model = lambda config, progress=None: Model()
+worker.load_model = lambda config, *rest: Model()
 scheduler = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
 executor = UniProcExecutor(EngineConfig(
     model="", executor="uniproc", block_size=4, depth=2, seed=0, vocab_size=5, scheduler=scheduler))

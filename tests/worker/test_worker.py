@@ -23,7 +23,7 @@ def make_config(**more) -> EngineConfig:
 @pytest.fixture
 def model(monkeypatch) -> InjectedModel:
     made = InjectedModel(50)
-    monkeypatch.setattr(worker, "load_model", lambda config, progress=None: made)
+    monkeypatch.setattr(worker, "load_model", lambda config, *rest: made)
     return made
 
 

@@ -24,11 +24,7 @@ from mainspring.base import cores
 from mainspring.base.errors import ConfigError
 
 AUTO_MAX_MODEL_LEN = -1
-NOT_YET = {
-    "tensor_parallel_size": "Many workers",
-    "pipeline_parallel_size": "Many workers",
-    "data_parallel_size": "Many workers",
-}
+NOT_YET = {"data_parallel_size": "Many workers"}
 # What users of vLLM may pass and no field here answers to: the words after its name.
 VLLM_ARGUMENTS = {
     **dict.fromkeys(
@@ -39,7 +35,6 @@ VLLM_ARGUMENTS = {
             "cpu_offload_gb",
             "device",
             "disable_sliding_window",
-            "distributed_executor_backend",
             "enable_expert_parallel",
             "enable_lora",
             "enable_prompt_embeds",
@@ -214,9 +209,21 @@ class EngineArgs:
         metadata={"help": "seconds for requests to finish at a shutdown; what is left is aborted"},
     )
     in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
-    executor: str = field(default="uniproc", metadata={"help": "uniproc, or module:Class"})
-    tensor_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
-    pipeline_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
+    executor: str = field(
+        default="uniproc", metadata={"help": "uniproc, multiproc (a process per worker), or module:Class"}
+    )
+    distributed_executor_backend: Literal["uni", "mp"] | None = field(
+        default=None,
+        metadata={"help": "the executor by vLLM's names; default: mp where there are several ranks"},
+    )
+    tensor_parallel_size: int = field(default=1, metadata={"help": "processes that share every layer"})
+    pipeline_parallel_size: int = field(
+        default=1, metadata={"help": "stages of layers, each with processes of its own"}
+    )
+    collectives: Literal["pipes", "gloo"] = field(
+        default="pipes",
+        metadata={"help": "how ranks reach each other; gloo needs torch: mainspring[distributed]"},
+    )
     data_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
     trust_remote_code: bool = field(default=False, metadata={"help": "refused: a model is data here"})
     enforce_eager: bool = field(default=False, metadata={"help": "no effect here"})
@@ -274,6 +281,7 @@ class SchedulerConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     enable_prefix_caching: bool = True
+    num_stages: int = 1  # of the pipeline that runs the plans
 
 
 class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
@@ -308,6 +316,9 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     executor_args: dict[str, Any] = {}  # for executors named as module:Class
     log_iteration_details: bool = False
     reasons: dict[str, str] = {}  # of automatic choices, for people
+    tensor_parallel_size: int = 1  # ranks that share every layer
+    pipeline_parallel_size: int = 1  # stages of layers
+    collectives: str = "pipes"
 
 
 def usable_cores() -> int:
@@ -445,12 +456,22 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         f"shutdown_timeout {args.shutdown_timeout} must be 0 seconds or more",
     )
     require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
+    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
+    executor = args.executor
+    if executor == "uniproc" and (tp * pp > 1 or args.distributed_executor_backend == "mp"):
+        executor = "multiproc"
+    require(
+        tp * pp == 1 or args.distributed_executor_backend != "uni",
+        f"distributed_executor_backend uni is one process, and {tp} x {pp} ranks need one each: leave it out",
+    )
     if wrong:
         raise ConfigError("\n".join(wrong))
     return EngineConfig(
         model=model.path,
         vocab_size=model.vocab_size,
-        executor=args.executor,
+        executor=executor,
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
@@ -460,9 +481,10 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
             long_prefill_token_threshold=args.long_prefill_token_threshold,
             watermark=args.watermark,
             enable_prefix_caching=args.enable_prefix_caching is not False,
+            num_stages=pp,
         ),
         block_size=block_size,
-        depth=2 if args.async_scheduling else 1,
+        depth=pp + args.async_scheduling,
         seed=args.seed,
         load_format=args.load_format,
         kernels=args.kernels,
@@ -476,4 +498,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         log_iteration_details=args.log_iteration_details,
         reasons=reasons,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        collectives=args.collectives,
     )

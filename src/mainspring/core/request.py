@@ -60,6 +60,7 @@ class Request:
         "generation",
         "grammar",
         "has_delivered",
+        "last_step",
         "max_total_tokens",
         "message",
         "min_total_tokens",
@@ -116,6 +117,7 @@ class Request:
         self.has_delivered = bool(message.output_token_ids)
         self.num_cached_tokens: int | None = None  # found at first admission
         self.num_preemptions = 0
+        self.last_step = 0  # in which it had a row; kept only where a pipeline of stages runs the steps
         self.tried_source = False  # KV from elsewhere is asked for once
         self.events: list[EngineCoreEvent] = []
 

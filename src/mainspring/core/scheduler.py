@@ -256,18 +256,42 @@ class Scheduler:
 
     def _continue_running(self, step: StepBuilder) -> None:
         busy = []
-        for request in self.running:
+        in_turn = self.running if self.config.num_stages == 1 else self._in_turn(step)
+        for request in in_turn:
             computed = request.num_computed_tokens
             if computed < request.quiet_until:
                 request.num_computed_tokens = computed + 1
             else:
                 busy.append(request)
-        step.tokens_left -= len(self.running) - len(busy)
+        step.tokens_left -= len(in_turn) - len(busy)
         step.skipped.update(busy)  # until they have a row
         busy.sort(key=lambda request: request.num_todo > 1)
         for request in busy:
             if request.status is Status.RUNNING:  # and not preempted for one before it
                 self._continue_one(step, request)
+
+    def _in_turn(self, step: StepBuilder) -> list[Request]:
+        """Who may have a row in this step, where a pipeline of stages runs the steps; the others are skipped.
+
+        A request whose token has not come round to the first stage again would hold that stage up. And those
+        that decode share themselves out over as many steps as there are stages, whoever had no row for
+        longest first: all in one step would leave every stage but one without work.
+        """
+        num_stages, this_step = self.config.num_stages, self._stats.num_steps + 1
+        in_turn = [request for request in self.running if request.num_todo > 1]
+        decoding = [request for request in self.running if request.num_todo <= 1]
+        ready = [
+            request
+            for request in decoding
+            if request.num_computed_tokens < len(request.token_ids)
+            or request.last_step + num_stages <= this_step
+        ]
+        ready.sort(key=lambda request: request.last_step)
+        in_turn += ready[: -(-len(decoding) // num_stages)]
+        step.skipped.update(set(self.running).difference(in_turn))
+        for request in in_turn:
+            request.last_step = this_step
+        return in_turn
 
     def _continue_one(self, step: StepBuilder, request: Request) -> None:
         n = min(self._chunk_of(request, request.num_todo), step.tokens_left)
@@ -401,6 +425,7 @@ class Scheduler:
         step.add(request, n)
         self._advance(request, n)
         self._publish_known(request)
+        request.last_step = self._stats.num_steps + 1
 
     def _note_hit(self, request: Request, num_cached_tokens: int) -> None:
         """Counted once, at first admission: what is found after a preemption is our own doing (case B041)."""

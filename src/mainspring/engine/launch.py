@@ -17,19 +17,17 @@ import os
 import resource
 import select
 import signal
-import site
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-import mainspring
 from mainspring.base import errors
+from mainspring.base.children import python_path
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.engine.proc import HANDSHAKE_VERSION, Failed, Hello, LaunchConfig, Ready
@@ -81,7 +79,7 @@ class CoreProcess:
                 stdin=subprocess.PIPE,
                 pass_fds=(write_end,),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _python_path()},
+                env={**os.environ, "PYTHONPATH": python_path()},
             )
         except BaseException:
             os.close(read_end)
@@ -275,13 +273,3 @@ def _check_open_files(num_needed: int) -> None:
             f"this process may have {limit} files open and has {num_open}; an engine core needs {num_needed} "
             "more: raise the limit (ulimit -n), or set in_process=True"
         )
-
-
-def _python_path() -> str:
-    """So that the child finds the package that runs here, wherever it was imported from. An installed one it
-    finds by itself, and a folder of packages must not come before the standard library."""
-    root = str(Path(mainspring.__file__).parents[1])
-    inherited = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
-    if root in (*site.getsitepackages(), site.getusersitepackages()):
-        return inherited
-    return os.pathsep.join(filter(None, [root, inherited]))

@@ -10,11 +10,10 @@ pickled, and what does not decode to the type that is expected is refused.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, get_origin
 
 import msgspec
-import numpy as np
 
+from mainspring.base.arrays import decode_array, encode_array
 from mainspring.base.messages import Command, EngineCoreOutputs, EngineCoreRequest
 
 Frames = list[bytes]
@@ -41,12 +40,6 @@ class Utility(msgspec.Struct, array_like=True, gc=False, frozen=True):
     command: Command
 
 
-def _encode_array(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
-
-
 class _NotPlain(Exception):
     pass
 
@@ -55,23 +48,16 @@ def _refuse(value: object) -> object:
     raise _NotPlain
 
 
-def _decode_array(kind: type, value: Any) -> object:
-    if (get_origin(kind) or kind) is np.ndarray:
-        dtype, shape, data = value
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
-    raise NotImplementedError(f"{kind} does not travel")
-
-
 class Codec:
     """Encoders and decoders of one thread; they are not to be shared between threads."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
         self._plain_encoder = msgspec.msgpack.Encoder(enc_hook=_refuse)
         self._add = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort = msgspec.msgpack.Decoder(list[str])
         self._utility = msgspec.msgpack.Decoder(Utility)
-        self._outputs = msgspec.msgpack.Decoder(EngineCoreOutputs, dec_hook=_decode_array)
+        self._outputs = msgspec.msgpack.Decoder(EngineCoreOutputs, dec_hook=decode_array)
 
     def encode(self, message: object) -> bytes:
         return self._encoder.encode(message)

@@ -9,7 +9,10 @@ from mainspring.base.config import EngineConfig
 from mainspring.base.errors import ConfigError
 from mainspring.base.protocols import Executor
 
-EXECUTORS = {"uniproc": "mainspring.executor.uniproc:UniProcExecutor"}
+EXECUTORS = {
+    "uniproc": "mainspring.executor.uniproc:UniProcExecutor",
+    "multiproc": "mainspring.executor.multiproc:MultiprocExecutor",
+}
 METHODS = [name for name in vars(Executor) if not name.startswith("_")]
 
 

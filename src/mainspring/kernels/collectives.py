@@ -99,8 +99,12 @@ class PipeCollectives:
             raise _gone(rank, error) from error
 
 
-def _gone(rank: int, error: Exception) -> EngineError:
-    return EngineError(f"rank {rank} is gone ({error or type(error).__name__})")
+class PeerGoneError(EngineError):
+    """Another rank has ended: it, not who raises this, knows the cause."""
+
+
+def _gone(rank: int, error: Exception) -> PeerGoneError:
+    return PeerGoneError(f"rank {rank} is gone ({type(error).__name__})")
 
 
 class TorchCollectives:

@@ -25,6 +25,7 @@ from mainspring.base.errors import ConfigError
 from mainspring.base.log import get_logger
 from mainspring.base.messages import KVCacheConfig
 from mainspring.kernels import ops as contract
+from mainspring.kernels.collectives import Collectives
 from mainspring.kernels.ops import AttentionShape, Batch, Floats, Ints, Recorder, Walk, Weight
 from mainspring.kernels.program import Recorded, Storage, Weights, largest, record
 
@@ -102,11 +103,13 @@ class NativeOps:
         variant: str = "auto",
         activations: Activations = "int8",
         kv_type: KVType = "float16",
+        collectives: Collectives | None = None,
     ) -> None:
         native = library()
         if native is None:
             raise ConfigError(f"kernels native: {why_not()}; or use kernels numpy")
         self._native = native
+        self.collectives = collectives
         self.variant = choose_variant(variant)
         self.num_threads = native.num_usable_cpus() if num_threads is None else num_threads
         self.activations: Activations = activations

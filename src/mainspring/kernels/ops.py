@@ -99,6 +99,7 @@ class Backend(Protocol):
     """One backend. `name` is what logs and benchmarks print."""
 
     name: str
+    collectives: Any | None  # a `kernels.collectives.Collectives`, where this is one of several ranks
 
     @property
     def kv_dtype_bytes(self) -> int:
@@ -311,6 +312,7 @@ class Recorder:
     widths: dict[str, int] = field(default_factory=dict)
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_groups: int = 0
+    collectives: Any | None = None
 
     def add_buffer(self, buffer: str, width: int) -> None:
         self.widths[buffer] = width

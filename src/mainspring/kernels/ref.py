@@ -37,7 +37,7 @@ class RefOps:
         self.kv_dtype_bytes = 4
         self.kv_scale_bytes = 0
         self._capacity = max_rows
-        self._collectives = collectives
+        self.collectives = collectives
         self._widths: dict[str, int] = {}
         self._storage: dict[str, Floats] = {}
         self._weights: dict[str, Weight] = {}
@@ -230,14 +230,14 @@ class RefOps:
     # Collectives.
 
     def all_reduce(self, x: str) -> None:
-        if self._collectives is not None:
-            self._collectives.all_reduce(self._views[x])
+        if self.collectives is not None:
+            self.collectives.all_reduce(self._views[x])
 
     def all_gather(self, out: str, x: str) -> None:
         rows, source = self._views[out], self._views[x]
         if out == x:
             return
-        parts = [source] if self._collectives is None else self._collectives.all_gather(source)
+        parts = [source] if self.collectives is None else self.collectives.all_gather(source)
         contract.check_same(rows.shape[1], sum(part.shape[1] for part in parts))
         np.concatenate(parts, axis=1, out=rows)
 
@@ -249,8 +249,8 @@ class RefOps:
 
     @property
     def _ranks(self) -> Collectives:
-        assert self._collectives is not None, "one rank has nobody to send to"
-        return self._collectives
+        assert self.collectives is not None, "one rank has nobody to send to"
+        return self.collectives
 
     # Inside.
 

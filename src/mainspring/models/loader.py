@@ -8,6 +8,7 @@ from mainspring.base.log import get_logger
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import is_config, read_config
 from mainspring.checkpoint.opening import Checkpoint, open_checkpoint
+from mainspring.kernels.collectives import Collectives
 from mainspring.kernels.native import (
     KV_TILE,
     MOST_HEAD_SIZE,
@@ -21,41 +22,66 @@ from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
 from mainspring.models.decoder import Decoder
 from mainspring.models.families import Model, from_config, from_folder, from_gguf
-from mainspring.models.packing import Progress, pack_random, pack_weights
+from mainspring.models.packing import Progress, pack_weights
+from mainspring.models.parallel import ALONE, Place, share_of
 from mainspring.models.spec import ModelSpec
 from mainspring.models.views import TensorSource
 from mainspring.models.weights import (
     check_memory,
-    dummy_weights,
     load_vectors,
     load_weights,
+    random_model,
     tensors_of,
 )
 
 logger = get_logger(__name__)
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None) -> Decoder:
+def load_model(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    place: Place = ALONE,
+    collectives: Collectives | None = None,
+) -> Decoder:
     """Read the GGUF file or the folder `config.model`; for dummy weights also a config: a .json file, or its
-    text.
+    text. place, collectives: of this rank, where several share the model.
 
     Raises `CheckpointError` for what is wrong with the file, `ConfigError` for kernels that are not there.
     """
     if config.load_format == "dummy":
-        return _load_dummy(config)
+        model, tensors = random_model(_checked_dummy_spec(config.model), config.seed)
+        return _load(config, model, tensors, progress, place, collectives)
     source = open_checkpoint(config.model)
     try:
         model = read_model(source, config.scheduler.max_model_len)
-        tensors = tensors_of(model, source)  # before anything of the announced sizes is made
-        if wants_native(config, model.spec):
-            decoder = _load_native(config, model, tensors, progress)
-        else:
-            decoder = _load_numpy(config, model, tensors)
+        # Checked before anything of the announced sizes is made.
+        decoder = _load(config, model, tensors_of(model, source), progress, place, collectives)
     except CheckpointError as error:
         source.close()
         raise CheckpointError(f"{config.model}: {error}") from error
     if decoder.weights_form != "by layer":
         source.close()
+    return decoder
+
+
+def _load(
+    config: EngineConfig,
+    model: Model,
+    source: TensorSource,
+    progress: Progress | None,
+    place: Place,
+    collectives: Collectives | None,
+) -> Decoder:
+    """source: what `tensors_of` gave for the whole model."""
+    if place.world_size > 1:
+        model = share_of(model, place)
+        source = tensors_of(model, source)
+    if wants_native(config, model.spec):
+        return _load_native(config, model, source, progress, place, collectives)
+    if config.num_threads is not None:
+        set_blas_threads(config.num_threads)
+    decoder = Decoder(model.spec, RefOps(config.scheduler.max_num_batched_tokens, collectives))
+    decoder.weights_form = load_weights(model, source, decoder.ops)
     return decoder
 
 
@@ -113,7 +139,7 @@ def _native_only(config: EngineConfig) -> str | None:
     return None
 
 
-def native_ops(config: EngineConfig) -> NativeOps:
+def native_ops(config: EngineConfig, collectives: Collectives | None = None) -> NativeOps:
     kv_type: KVType = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype  # type: ignore[assignment]
     return NativeOps(
         config.scheduler.max_num_batched_tokens,
@@ -121,47 +147,39 @@ def native_ops(config: EngineConfig) -> NativeOps:
         variant=config.instruction_set,
         activations=config.activations,  # type: ignore[arg-type]
         kv_type=kv_type,
+        collectives=collectives,
     )
 
 
 def _load_native(
-    config: EngineConfig, model: Model, source: TensorSource, progress: Progress | None
+    config: EngineConfig,
+    model: Model,
+    source: TensorSource,
+    progress: Progress | None,
+    place: Place,
+    collectives: Collectives | None,
 ) -> Decoder:
-    ops = native_ops(config)
+    ops = native_ops(config, collectives)
     decoder = Decoder(model.spec, ops)
-    decoder.weights_form = pack_weights(model, source, ops, config.model, config.quantization, progress)
+    is_random = config.load_format == "dummy"
+    quantization = config.quantization or ("f16" if is_random else None)
+    path = None if is_random else config.model
+    share = f", rank {place.rank} of {place.tensor_parallel_size} x {place.pipeline_parallel_size}"
+    decoder.weights_form = pack_weights(
+        model, source, ops, path, quantization, progress, share if place.world_size > 1 else ""
+    )
     load_vectors(model, source, ops)
     return decoder
 
 
-def _load_numpy(config: EngineConfig, model: Model, source: TensorSource) -> Decoder:
-    decoder = Decoder(model.spec, _numpy_ops(config))
-    decoder.weights_form = load_weights(model, source, decoder.ops)
-    return decoder
-
-
-def _load_dummy(config: EngineConfig) -> Decoder:
-    spec = dummy_spec(config.model)
+def _checked_dummy_spec(model: str) -> ModelSpec:
+    spec = dummy_spec(model)
     check_memory(spec)
-    if not wants_native(config, spec):
-        decoder = Decoder(spec, _numpy_ops(config))
-        dummy_weights(spec, decoder.ops, config.seed)
-        return decoder
-    ops = native_ops(config)
-    decoder = Decoder(spec, ops)
-    decoder.weights_form = pack_random(spec, ops, config.quantization, config.seed)
-    dummy_weights(spec, ops, config.seed, matrices=False)
-    return decoder
-
-
-def _numpy_ops(config: EngineConfig) -> RefOps:
-    if config.num_threads is not None:
-        set_blas_threads(config.num_threads)
-    return RefOps(max_rows=config.scheduler.max_num_batched_tokens)
+    return spec
 
 
 def dummy_spec(model: str) -> ModelSpec:
-    """The shape of a model: a config's JSON text or .json file, or that of files whose weights are not read."""
+    """Of a config's JSON text, a .json file, or of a model's files, whose weights are not read."""
     if is_config(model):
         return from_config(read_config(model))
     with open_checkpoint(model) as source:

@@ -24,7 +24,7 @@ from mainspring.checkpoint.quoting import quoted
 from mainspring.kernels.native import NativeOps, PackedWeight, library
 from mainspring.kernels.ops import Floats
 from mainspring.models.families import Model
-from mainspring.models.spec import ModelSpec, Part, weight_table
+from mainspring.models.spec import Part, weight_table
 from mainspring.models.views import TensorSource
 
 logger = get_logger(__name__)
@@ -94,16 +94,22 @@ def pack_weights(
     model: Model,
     source: TensorSource,
     ops: NativeOps,
-    path: str,
+    path: str | None,
     quantization: str | None,
     progress: Progress | None = None,
+    share: str = "",
 ) -> str:
     """Give every matrix of `model` to `ops`; says in a word how: the types that they are held in.
 
+    path: the file, beside whose hash the packed image is kept; None: it is kept nowhere. share: in words,
+    which part of the file's model this is, if not all.
     Raises `CheckpointError` naming the tensor that holds NaN or infinity, or what `quantization` cannot hold.
     """
     placed, num_bytes = place_weights(model, lambda tensor: source.info(tensor).type, quantization)
-    image = open_image(path, _packing(quantization), num_bytes)
+    if path is None:
+        image = Image(private_memory(num_bytes), False)
+    else:
+        image = open_image(path, _packing(quantization) + share, num_bytes)
     _bind(placed, image)
     if not image.is_filled:
         try:
@@ -113,18 +119,6 @@ def pack_weights(
             raise
         image.keep()
         source.drop_pages()
-    _hand_over(placed, ops)
-    return _forms(placed)
-
-
-def pack_random(spec: ModelSpec, ops: NativeOps, quantization: str | None, seed: int) -> str:
-    """Random matrices, as `weights.dummy_weights` makes them, in 16 bit or quantised."""
-    placed, num_bytes = place_weights(Model(spec, {}), lambda tensor: "F16", quantization)
-    _bind(placed, Image(private_memory(num_bytes), False))
-    rng = np.random.default_rng(seed)
-    for place in placed:
-        values = rng.standard_normal(place.part.shape, np.float32) * np.float32(place.part.shape[1] ** -0.5)
-        _pack_values(place.matrix, values, 0)
     _hand_over(placed, ops)
     return _forms(placed)
 

@@ -17,7 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from mainspring.base.errors import ConfigError
+from mainspring.base.messages import KVCacheConfig
 from mainspring.models.families import Model
 from mainspring.models.spec import AttnSpec, LayerSpec, ModelSpec, weight_table
 from mainspring.models.views import View
@@ -66,6 +69,9 @@ class Place:
         return stage % self.pipeline_parallel_size * self.tensor_parallel_size + self.place
 
 
+ALONE = Place()
+
+
 def check_divisible(spec: ModelSpec, place: Place) -> None:
     """Raises `ConfigError` with the numbers where ranks would not get equal shares."""
     num_ranks, num_layers = place.tensor_parallel_size, len(spec.layers)
@@ -101,6 +107,18 @@ def layers_of(num_layers: int, place: Place) -> range:
     """As equal as can be; the later stages have the longer share, for the first has the embeddings' work."""
     stage, stages = place.stage, place.pipeline_parallel_size
     return range(num_layers * stage // stages, num_layers * (stage + 1) // stages)
+
+
+def own_kv(config: KVCacheConfig, place: Place) -> KVCacheConfig:
+    """The same pool for this stage's layers alone, by their number within the stage."""
+    layers = layers_of(sum(len(group.layers) for group in config.groups), place)
+    groups = [
+        structs.replace(
+            group, layers=tuple(layer - layers.start for layer in group.layers if layer in layers)
+        )
+        for group in config.groups
+    ]
+    return structs.replace(config, groups=tuple(groups))
 
 
 def share_of(model: Model, place: Place) -> Model:

@@ -14,11 +14,13 @@ Missing, unknown, mis-shaped and non-finite tensors are refused by name, all sha
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
@@ -82,16 +84,59 @@ def load_vectors(model: Model, source: TensorSource, ops: Backend) -> None:
     _add_ropes(model.spec, ops, arrays.get("rope_factors"))
 
 
-def dummy_weights(spec: ModelSpec, ops: Backend, seed: int = 0, *, matrices: bool = True) -> None:
-    """Random weights of the right shapes, the same for the same seed: activations stay near unit size."""
-    rng = np.random.default_rng(seed)
-    for handle, array in _arena(dict(weight_table(spec)), matrices=matrices).items():
-        rng.standard_normal(out=array, dtype=np.float32)
-        array *= 0.1 if array.ndim == 1 else array.shape[-1] ** -0.5
-        if array.ndim == 1 and not handle.endswith(".bias"):
-            array += 1.0
-        ops.add_weight(handle, array)
-    _add_ropes(spec, ops, None)
+def dummy_weights(spec: ModelSpec, ops: Backend, seed: int = 0) -> None:
+    """Random weights, the same for the same seed, as float32."""
+    model, source = random_model(spec, seed)
+    load_weights(model, source, ops, memory_bytes=1 << 62)
+
+
+def random_model(spec: ModelSpec, seed: int) -> tuple[Model, RandomTensors]:
+    """A model without a file."""
+    tensors = RandomTensors(spec, seed)
+    return Model(spec, {name: name for name in tensors.tensor_names}), tensors
+
+
+class RandomTensors:
+    """A `TensorSource` of numbers drawn from a seed and a role's name: activations stay near unit size."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._shapes = {part.role: part.shape for _, parts in weight_table(spec) for part in parts}
+        self._seed = seed
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return list(self._shapes)
+
+    def info(self, name: str) -> RandomInfo:
+        return RandomInfo(self._shapes[name], "F32")
+
+    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
+        shape = self._shapes[name]
+        if out is None:
+            out = np.empty(shape, np.float32)
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+        rng.standard_normal(out=out, dtype=np.float32)
+        out *= 0.1 if len(shape) == 1 else shape[-1] ** -0.5
+        if len(shape) == 1 and not name.endswith(".bias"):
+            out += 1.0
+        return out
+
+    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
+        return self.dequantise(name)[begin:end]
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        return self.dequantise(name).reshape(-1).view(np.uint8)
+
+    def is_finite(self, name: str) -> bool:
+        return True
+
+    def drop_pages(self) -> None:
+        """There are none."""
+
+
+class RandomInfo(NamedTuple):
+    shape: tuple[int, ...]
+    type: str
 
 
 def check_memory(spec: ModelSpec) -> None:

@@ -44,6 +44,7 @@ from mainspring.worker.sampler import (
     greedy_rows,
 )
 from mainspring.worker.sampling_rules import SamplingError
+from mainspring.worker.stages import Stages
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -97,8 +98,10 @@ class _Parked:
 class ModelRunner:
     """One model, its slots, and at most one step waiting for its sampling."""
 
-    def __init__(self, model: Model, max_num_seqs: int) -> None:
+    def __init__(self, model: Model, max_num_seqs: int, stages: Stages | None = None) -> None:
+        """stages: where the model is one of several."""
         self.model = model
+        self._stages = stages
         self._max_num_seqs = max_num_seqs
         rows = getattr(model, "sampler", None)
         self._sampler: Sampler = NumpySampler() if rows is None else NativeSampler(rows)
@@ -123,6 +126,8 @@ class ModelRunner:
         assert self._parked is None, f"step {plan.step_id} came before the sampling of the step before it"
         if plan.kv_transfer is not None:
             raise EngineError("the plan carries KV transfers, but no KV connector is configured here")
+        if self._stages is not None:
+            self._stages.catch_up(self.batch, plan)
         self.batch.apply(plan)
         self._zero_and_copy(plan)
         output = ModelRunnerOutput([[] for _ in plan.slots])
@@ -130,7 +135,7 @@ class ModelRunner:
             return output
         batch = self.batch.build(plan)
         hidden = self.model.forward(batch)
-        if self.batch.watched:
+        if self.batch.watched and self._samples:
             self._serve_watched(plan, batch, hidden, output)
         self.batch.advance(plan, batch)
         if not plan.sampling_rows:
@@ -144,6 +149,9 @@ class ModelRunner:
         assert self._parked is not None, "there is no step to sample"
         plan, hidden, output = self._parked.plan, self._parked.hidden, self._parked.output
         self._parked = None
+        if self._stages is not None and not self._stages.samples:
+            self._stages.skip_sampling(self.batch, np.array(plan.slots)[plan.sampling_rows])
+            return output
         masks = {} if mask is None else dict(zip(mask.rows, self._widened(mask.bitmask), strict=True))
         assert masks.keys() >= set(plan.grammar_rows), "a row that needs a mask has none"
         rows = np.array(plan.sampling_rows)
@@ -154,7 +162,13 @@ class ModelRunner:
             whole = len(chosen) == len(rows)
             sampled = sample(hidden if whole else hidden[part], slots[part], row_masks)
             self._record(chosen, slots[part], sampled, output)
+        if self._stages is not None:
+            self._stages.send(self.batch.last_token[slots].tolist())
         return output
+
+    @property
+    def _samples(self) -> bool:
+        return self._stages is None or self._stages.samples
 
     def _widened(self, bitmask: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """With a bit for every logit: ids beyond a grammar's vocabulary are not allowed."""

@@ -25,8 +25,11 @@ from mainspring.base.messages import (
     Sleep,
     WakeUp,
 )
+from mainspring.kernels.collectives import Collectives
 from mainspring.models.loader import load_model
+from mainspring.models.parallel import ALONE, Place, own_kv
 from mainspring.worker.model_runner import ModelRunner
+from mainspring.worker.stages import Stages
 
 MOST_KV_BYTES = 4 * 2**30  # of the pool on a CPU, unless the settings say otherwise
 KV_SHARE = 0.25  # of free memory, likewise
@@ -75,15 +78,23 @@ def _progress(bar: tqdm) -> Callable[[int, int], None]:
 class Worker:
     """The CPU's worker. Its methods are those of the `Executor` protocol, run at once."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: Place = ALONE,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """place, collectives: of this rank, where several share the model."""
         self._config = config
+        self._place = place
+        self._collectives = collectives
         self._kv_cache_memory_bytes = config.kv_cache_memory_bytes
         self._initialized: tuple[KVCacheConfig, int] | None = None  # with what, for WakeUp
         self._runner: ModelRunner | None = self._make_runner()
 
     def _make_runner(self) -> ModelRunner:
         if not sys.stderr.isatty():  # even a bar that is disabled starts a thread
-            model = load_model(self._config)
+            model = load_model(self._config, None, self._place, self._collectives)
         else:
             with tqdm(
                 desc="packing weights",
@@ -93,8 +104,9 @@ class Worker:
                 delay=0.5,  # most models are packed before anybody would have looked
                 leave=False,
             ) as bar:
-                model = load_model(self._config, _progress(bar))
-        return ModelRunner(model, self._config.scheduler.max_num_seqs)
+                model = load_model(self._config, _progress(bar), self._place, self._collectives)
+        stages = Stages(self._place, self._collectives) if self._place.pipeline_parallel_size > 1 else None
+        return ModelRunner(model, self._config.scheduler.max_num_seqs, stages)
 
     @property
     def runner(self) -> ModelRunner:
@@ -110,8 +122,8 @@ class Worker:
         return kv_pool_bytes(self._kv_cache_memory_bytes, free_memory_bytes())
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
-        self._initialized = (config, max_model_len)
-        self.runner.initialize(config, max_model_len)
+        self._initialized = (own_kv(config, self._place), max_model_len)
+        self.runner.initialize(*self._initialized)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         return self.runner.execute_model(plan)
