@@ -27,6 +27,8 @@ class ToyTokenizer:
     """Ids 0 to 255 are bytes, then words, then special tokens. The longest word wins; no BOS unless asked
     for."""
 
+    adds_space = False
+
     def __init__(self, words: Sequence[str] = WORDS, *, add_bos: bool = False) -> None:
         specials = (BOS, EOS, END)
         self._pieces = [bytes([i]) for i in range(256)] + [word.encode() for word in (*words, *specials)]

@@ -15,7 +15,10 @@ from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.frontend import chat_template
 from mainspring.frontend.chat_template import ChatTemplate
-from mainspring.frontend.tokenizer import _BYTE_OF, CONTROL, Tokenizer
+from mainspring.frontend.tokenization.from_gguf import byte_level_parts
+from mainspring.frontend.tokenization.parts import CONTROL
+from mainspring.frontend.tokenization.spelling import BYTE_OF
+from mainspring.frontend.tokenizer import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_135m_greedy.json").read_text())
 CHATML = (
@@ -212,8 +215,9 @@ FRAGMENTS = ["<", "a", "b", "ab", "aba", "<x>", ">", "x", "<ab>", "\U000f0000"]
 def test_no_text_makes_a_special_token(content: str) -> None:
     """Case B151, where special tokens overlap, contain each other, or are a single character."""
     specials = ["<x>", "ab", "aba", "<ab>", "x>"]
-    alphabet = list(_BYTE_OF)
-    t = Tokenizer(alphabet + specials, [], kind="gpt-2", token_types=[1] * 256 + [CONTROL] * 5)
+    alphabet = list(BYTE_OF)
+    types = [1] * 256 + [CONTROL] * 5
+    t = Tokenizer(byte_level_parts(alphabet + specials, [], kind="gpt-2", token_types=types))
     got = ChatTemplate("ab {{ messages[0].content }} <x>").encode(t, [{"role": "user", "content": content}])
     assert [i for i in got if i >= 256] == [257, 256]
     assert t.decode(got, skip_special_tokens=False) == f"ab {content} <x>"
@@ -225,10 +229,12 @@ def test_no_text_makes_a_special_token(content: str) -> None:
 @pytest.mark.parametrize("source", ["{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"])
 def test_exactly_one_bos(source: str) -> None:
     """Case B149: whether or not the template writes it, and as a completion of the rendered text."""
+    types = [1] * 256 + [CONTROL]
     t = Tokenizer(
-        [*_BYTE_OF, "<s>"], [], kind="gpt-2", token_types=[1] * 256 + [CONTROL], token_ids={"bos": 256},
-        add_bos_token=True,
-    )  # fmt: skip
+        byte_level_parts(
+            [*BYTE_OF, "<s>"], [], kind="gpt-2", token_types=types, token_ids={"bos": 256}, add_bos=True
+        )
+    )
     chat = ChatTemplate.from_tokenizer(t, source)
     got = chat.encode(t, USER)
     assert got == [256, *t.encode("hi", add_special_tokens=False)]
@@ -296,7 +302,7 @@ def test_what_is_no_template() -> None:
 
 
 def test_a_model_without_a_template() -> None:
-    t = Tokenizer(list(_BYTE_OF), [], kind="gpt-2")
+    t = Tokenizer(byte_level_parts(list(BYTE_OF), [], kind="gpt-2"))
     with pytest.raises(RequestError, match="no chat template: set chat_template"):
         ChatTemplate.from_tokenizer(t)
     assert ChatTemplate.from_tokenizer(t, "x").render(USER) == "x"

@@ -10,9 +10,9 @@ Rule 3. Stop strings are searched character by character, so the end does not de
         text. The first to be complete wins; of those complete at the same character, the first of the list.
 Rule 4. What may yet turn out to be the beginning of a stop string is kept back, and no more than that.
 
-Tokens are bytes here, which is what a byte-level vocabulary is made of: a token costs one table look-up and
-one call of the UTF-8 codec, whatever came before. Special tokens that are not shown are empty; nothing is
-put between tokens.
+Tokens are bytes here: a token costs one table look-up and one call of the UTF-8 codec, whatever came before.
+Special tokens that are not shown are empty; nothing is put between tokens. Where decoding takes a space away
+from the beginning of a text, it is taken from the answer only if nothing of the prompt is shown.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         self._tokenizer = tokenizer
         self._hidden = frozenset(tokenizer.special_ids) if skip_special_tokens else frozenset()
+        self.adds_space = tokenizer.adds_space
 
     def __missing__(self, token_id: int) -> bytes:
         known = token_id < self._tokenizer.vocab_size and token_id not in self._hidden
@@ -65,6 +66,7 @@ class Detokenizer:
         "_finder",
         "_held",
         "_include_stop",
+        "_is_start",
         "_min_tokens",
         "_num_of_prompt",
         "_pieces",
@@ -74,9 +76,16 @@ class Detokenizer:
     )
 
     def __init__(
-        self, token_bytes: Mapping[int, bytes], prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        token_bytes: Mapping[int, bytes],
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        adds_space: bool = False,
     ) -> None:
+        """adds_space: whether the tokenizer puts a space in front of every text."""
         self._bytes = token_bytes
+        # The text begins here, with a space that is not of it.
+        self._is_start = adds_space and not any(token_bytes[i] for i in prompt_token_ids)
         self._finder = stop_finder(tuple(params.stop)) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -97,6 +106,8 @@ class Detokenizer:
             unfinished = data[used:]
             if not piece:
                 continue
+            if self._is_start:
+                piece, self._is_start = piece.removeprefix(" "), False
             if self._num_of_prompt:
                 piece = self._without_the_prompts(piece)
             if self._finder is not None:

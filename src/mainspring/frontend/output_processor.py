@@ -221,7 +221,8 @@ class OutputProcessor:
         params = request.sampling_params
         if self._texts is None or not params.detokenize:
             return None
-        return Detokenizer(self._token_bytes[params.skip_special_tokens], request.prompt_token_ids, params)
+        table = self._token_bytes[params.skip_special_tokens]
+        return Detokenizer(table, request.prompt_token_ids, params, table.adds_space)
 
     def _receive(self, state: RequestState, output: EngineCoreOutput, timestamp_s: float) -> None:
         """Book what came, up to where it ends. Order matters: the end decides how many tokens count."""

@@ -1,0 +1,232 @@
+"""Reading the tokenizer of a folder as Hugging Face writes it.
+
+`tokenizer.json` is taken as it is, but for what cuts or fills texts to a length. What it puts around a text
+is found by trying; `add_bos_token` and `add_eos_token` of `tokenizer_config.json` go before that. A folder
+without it may have a `tokenizer.model` of SentencePiece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import tokenizers
+
+from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.folder import ModelFolder
+from mainspring.checkpoint.quoting import quoted
+from mainspring.frontend.tokenization import pieces
+from mainspring.frontend.tokenization.library import JSONEncoder
+from mainspring.frontend.tokenization.parts import CONTROL, USER_DEFINED, Parts
+from mainspring.frontend.tokenization.sentencepiece_model import BPE, parse_model
+from mainspring.frontend.tokenization.spelling import (
+    CONTINUES,
+    SPACE,
+    ByteLevel,
+    SentencePieces,
+    Spelling,
+    WordPieces,
+)
+
+MODEL_FILE: Final = "tokenizer.model"
+MOST_ADDED = 1 << 20  # the highest id of an added token
+_PROBE = "a"
+
+
+def read_folder(folder: ModelFolder) -> Parts:
+    """Raises `CheckpointError` naming the file that is missing, wrong or not supported."""
+    if (path := folder.tokenizer_json) is not None:
+        return _named(path, lambda: _from_json(path, folder))
+    if (path := folder.path / MODEL_FILE).is_file():
+        return _named(path, lambda: _from_model(path, folder))
+    found = "a vocab.json or vocab.txt alone is not read: " if _has_words(folder.path) else ""
+    raise CheckpointError(
+        f"{folder.path}: has no tokenizer.json and no {MODEL_FILE}; {found}save the model's tokenizer as "
+        "tokenizer.json (a 'fast' one is), or set skip_tokenizer_init to send token ids"
+    )
+
+
+def _has_words(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("vocab.json", "vocab.txt"))
+
+
+def _named(path: Path, read: Any) -> Parts:
+    try:
+        found: Parts = read()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return found
+
+
+# ---- tokenizer.json ----------------------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+
+
+class _File(msgspec.Struct):
+    """What is asked of the file beside what the library makes of it."""
+
+    model: _Model
+    decoder: dict[str, Any] | None = None
+
+
+def _from_json(path: Path, folder: ModelFolder) -> Parts:
+    data = path.read_bytes()
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the library has no narrower type
+        raise CheckpointError(f"is no tokenizer: {' '.join(str(error).split())}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, i in vocabulary.items():
+        tokens[i] = token
+    added = tokenizer.get_added_tokens_decoder()
+    bos, eos = (_id_of(folder, f"{name}_token", vocabulary) for name in ("bos", "eos"))
+    special = frozenset(i for i, token in added.items() if token.special)
+    special |= frozenset(i for i in (bos, eos) if i is not None)
+    encoder = JSONEncoder(tokenizer)
+    prefix, suffix = _around(tokenizer)
+    return Parts(
+        tokens=tokens,
+        spelling=_spelling(file.decoder),
+        encoder=encoder,
+        encode_whole=encoder.encode_whole,
+        special_ids=special,
+        literal_ids=special | frozenset(added),
+        unused_ids=frozenset(i for i, token in enumerate(tokens) if not token),
+        bos_token_id=bos,
+        eos_token_ids=() if eos is None else (eos,),
+        prefix_ids=_asked(prefix, folder, "add_bos_token", bos),
+        suffix_ids=_asked(suffix, folder, "add_eos_token", eos),
+        strip_left_ids=frozenset(i for i, token in added.items() if token.special and token.lstrip),
+        strip_right_ids=frozenset(i for i, token in added.items() if token.special and token.rstrip),
+        chat_template=folder.chat_template,
+    )
+
+
+def _id_of(folder: ModelFolder, name: str, vocabulary: Mapping[str, int]) -> int | None:
+    text = folder.special_token(name)
+    return None if text is None else vocabulary.get(text)
+
+
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that go before and after a text."""
+    inner = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(_PROBE, add_special_tokens=True).ids
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            return tuple(whole[:start]), tuple(whole[start + len(inner) :])
+    raise CheckpointError("its post_processor changes a text's own tokens, which is not supported")
+
+
+def _asked(around: tuple[int, ...], folder: ModelFolder, key: str, token_id: int | None) -> tuple[int, ...]:
+    """`around`, or what `tokenizer_config.json` says instead."""
+    asked = folder.tokenizer_config.get(key)
+    if asked is None or token_id is None:
+        return around
+    if not isinstance(asked, bool):
+        raise CheckpointError(f"tokenizer_config.json's {key} is {quoted(asked)}; expected true or false")
+    if asked:
+        return around if token_id in around else (token_id, *around)
+    return tuple(i for i in around if i != token_id)
+
+
+def _spelling(decoder: dict[str, Any] | None) -> Spelling:
+    steps = _steps(decoder)
+    kinds = [step.get("type") for step in steps]
+    if "ByteLevel" in kinds:
+        return ByteLevel()
+    if "WordPiece" in kinds and steps[kinds.index("WordPiece")].get("prefix", CONTINUES) == CONTINUES:
+        return WordPieces()
+    if "Metaspace" in kinds:
+        step = steps[kinds.index("Metaspace")]
+        scheme = step.get("prepend_scheme", "always")
+        return SentencePieces(adds_space=scheme != "never" and step.get("add_prefix_space", True))
+    if any(step.get("type") == "Replace" and step.get("pattern") == {"String": SPACE} for step in steps):
+        return SentencePieces(
+            adds_space=any(step.get("type") == "Strip" and step.get("start") for step in steps)
+        )
+    raise CheckpointError(
+        f"decoder {quoted(', '.join(map(str, kinds)) or None)} is not supported; "
+        "supported: ByteLevel, Metaspace, WordPiece, and Replace of \u2581 with ByteFallback"
+    )
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for inner in decoder.get("decoders", []) for step in _steps(inner)]
+
+
+# ---- tokenizer.model ---------------------------------------------------------------------------------------
+
+
+def _from_model(path: Path, folder: ModelFolder) -> Parts:
+    model = parse_model(path.read_bytes())
+    tokens, scores, types = model.tokens, model.scores, model.types
+    for i, (text, type_) in sorted(_added(folder, len(tokens)).items()):
+        while len(tokens) <= i:
+            tokens.append(f"[unused {len(tokens)}]")
+            scores.append(0.0)
+            types.append(CONTROL)
+        tokens[i], types[i] = text, type_
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    bos, eos = (_id_of(folder, f"{name}_token", vocabulary) for name in ("bos", "eos"))
+    bos = model.bos_id if bos is None and model.bos_id >= 0 else bos
+    eos = model.eos_id if eos is None and model.eos_id >= 0 else eos
+    ids = {name: i for name, i in (("bos", bos), ("eos", eos)) if i is not None}
+    if any(i >= len(tokens) for i in (*ids.values(), model.unknown_id)):
+        raise CheckpointError(f"names a special token beyond its {len(tokens)} pieces")
+    is_bpe = model.model_type == BPE
+    return (pieces.bpe_parts if is_bpe else pieces.unigram_parts)(
+        pieces.PieceVocabulary(
+            tokens=tokens,
+            scores=scores,
+            types=types,
+            named=ids,
+            unknown_id=model.unknown_id if model.unknown_id >= 0 else None,
+            add_space_prefix=model.add_space_prefix,
+            remove_extra_spaces=model.remove_extra_spaces,
+            charsmap=model.charsmap,
+            key="the list of pieces",
+            ends={
+                "bos_token_id": bos,
+                "eos_token_ids": () if eos is None else (eos,),
+                "prefix_ids": _asked(
+                    (bos,) if is_bpe and bos is not None else (), folder, "add_bos_token", bos
+                ),
+                "suffix_ids": _asked(
+                    (eos,) if not is_bpe and eos is not None else (), folder, "add_eos_token", eos
+                ),
+            },
+            chat_template=folder.chat_template,
+        )
+    )
+
+
+def _added(folder: ModelFolder, num_pieces: int) -> dict[int, tuple[str, int]]:
+    """Id -> text and type of what `tokenizer_config.json` adds to the pieces, or changes of them."""
+    given = folder.tokenizer_config.get("added_tokens_decoder", {})
+    found = {}
+    try:
+        for key, token in given.items():
+            i, text = int(key), token["content"]
+            if not isinstance(text, str) or not 0 <= i < num_pieces + MOST_ADDED:
+                raise ValueError
+            found[i] = text, CONTROL if token.get("special", False) else USER_DEFINED
+    except (AttributeError, TypeError, KeyError, ValueError):
+        raise CheckpointError(
+            "tokenizer_config.json's added_tokens_decoder is no mapping of ids to tokens"
+        ) from None
+    return found

@@ -1,0 +1,188 @@
+"""Encoders of the `tokenizers` library, put together from a vocabulary or read from a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+
+from mainspring.base.errors import CheckpointError
+from mainspring.frontend.tokenization.pre_tokenizers import Kind
+from mainspring.frontend.tokenization.spelling import CONTINUES, SPACE
+
+Merges = Sequence[tuple[str, str]]
+_GUARD = "\U0010ffff"  # no character: stands for a special token before a text
+_RENAMED = "\U0010fffe"  # no character: what no text has
+
+
+class LibraryEncoder:
+    """One whose tokenizer knows no special tokens, and treats a text in the same way wherever it is."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, is_start: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+# ---- from a vocabulary -------------------------------------------------------------------------------------
+
+
+def byte_level(
+    ids: Mapping[str, int],
+    merges: Merges,
+    kind: Kind,
+    *,
+    special_ids: frozenset[int],
+    user_defined: Iterable[str],
+) -> LibraryEncoder:
+    """Byte-level BPE. Raises `CheckpointError` for merges of what is no token."""
+
+    def build(ids: Mapping[str, int], merges: Merges) -> tokenizers.Tokenizer:
+        try:
+            model = models.BPE(dict(ids), list(merges), ignore_merges=kind.ignore_merges)
+        except Exception as error:  # the library has no narrower type
+            raise CheckpointError(f"key 'tokenizer.ggml.merges' does not fit the tokens: {error}") from None
+        tokenizer = tokenizers.Tokenizer(model)
+        if kind.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = kind.pre_tokenizer()
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in user_defined])
+        return tokenizer
+
+    tokenizer = build(ids, merges)
+    specials = [token for token, i in ids.items() if i in special_ids]
+    if not special_ids.isdisjoint(_all_ids(tokenizer, specials)):
+        # Plain words can be special here, by merges or as whole pieces: take them out of the model.
+        ordinary = {token: i for token, i in ids.items() if i not in special_ids}
+        kept = [(a, b) for a, b in merges if a in ordinary and b in ordinary and a + b in ordinary]
+        tokenizer = build(ordinary, kept)
+    return LibraryEncoder(tokenizer)
+
+
+def word_pieces(
+    ids: Mapping[str, int], unknown: str, *, lowercase: bool, strip_accents: bool
+) -> LibraryEncoder:
+    """BERT's words: the longest piece first. `ids` has no special tokens but the unknown one."""
+    tokenizer = tokenizers.Tokenizer(
+        models.WordPiece(
+            dict(ids), unk_token=unknown, continuing_subword_prefix=CONTINUES, max_input_chars_per_word=100
+        )
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return LibraryEncoder(tokenizer)
+
+
+def unigram(
+    pieces: Sequence[tuple[str, float]],
+    unknown_id: int,
+    *,
+    special_ids: frozenset[int],
+    byte_fallback: bool,
+    user_defined: Iterable[str],
+    add_space_prefix: bool,
+    remove_extra_spaces: bool,
+    charsmap: bytes,
+) -> LibraryEncoder:
+    """SentencePiece's unigram model: of all ways to cut a text, the one of the best sum of scores.
+
+    `pieces[id]` is a piece and its score; special ones are never a part of a text.
+    """
+    hidden = [
+        (f"{_RENAMED}{i}" if i in special_ids else piece, score) for i, (piece, score) in enumerate(pieces)
+    ]
+    try:
+        tokenizer = tokenizers.Tokenizer(models.Unigram(hidden, unknown_id, byte_fallback))
+        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    except Exception as error:  # the library has no narrower type
+        raise CheckpointError(f"the vocabulary does not fit itself: {error}") from None
+    if remove_extra_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "first" if add_space_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in user_defined])
+    return LibraryEncoder(tokenizer)
+
+
+def charsmap_normaliser(charsmap: bytes) -> Callable[[str], str]:
+    """What a SentencePiece model does to text before anything else. Raises `CheckpointError`."""
+    try:
+        precompiled = normalizers.Precompiled(charsmap)
+    except Exception as error:  # the library has no narrower type
+        raise CheckpointError(f"the precompiled_charsmap cannot be read: {error}") from None
+    return precompiled.normalize_str
+
+
+# ---- from a tokenizer.json ---------------------------------------------------------------------------------
+
+
+class JSONEncoder:
+    """A tokenizer.json, and the same without special tokens, made when it is first needed.
+
+    A text that follows a special token may be encoded in another way than at the beginning (Metaspace,
+    "first" only). Where a special token's text is not to be one, pieces are encoded one by one, and a guard
+    stands for the special token before them.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_whole(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode(self, text: str, is_start: bool) -> list[int]:
+        if is_start or _GUARD in text:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        return self._guarded.encode(_GUARD + text, add_special_tokens=False).ids[1:]
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        found = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        found.encode_special_tokens = True
+        specials = {
+            token.content: i for i, token in found.get_added_tokens_decoder().items() if token.special
+        }
+        if not set(specials.values()).isdisjoint(_all_ids(found, specials)):
+            found = tokenizers.Tokenizer.from_str(_without(self._tokenizer.to_str(), specials))
+            found.encode_special_tokens = True
+        return found
+
+    @cached_property
+    def _guarded(self) -> tokenizers.Tokenizer:
+        found = tokenizers.Tokenizer.from_str(self._plain.to_str())
+        found.encode_special_tokens = True
+        found.add_tokens([AddedToken(_GUARD, normalized=False)])
+        return found
+
+
+def _without(text: str, specials: Mapping[str, int]) -> str:
+    """A tokenizer.json whose model makes none of `specials`: they keep their ids under names of no text."""
+    file = json.loads(text)
+    model = file["model"]
+
+    def renamed(token: str) -> str:
+        return f"{_RENAMED}{token}" if token in specials else token
+
+    if isinstance(model["vocab"], list):  # unigram: pieces and scores
+        model["vocab"] = [[renamed(token), score] for token, score in model["vocab"]]
+    else:
+        model["vocab"] = {renamed(token): i for token, i in model["vocab"].items()}
+    if "merges" in model:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if specials.keys().isdisjoint((a, b, a + b))]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = renamed(model["unk_token"])
+    for token in file["added_tokens"]:
+        token["content"] = renamed(token["content"])
+    file["post_processor"] = None  # it has names, too
+    return json.dumps(file)
+
+
+def _all_ids(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> set[int]:
+    return {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False).ids}
