@@ -191,7 +191,7 @@ def _granite_keys(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
-# ---- Gemma, Phi and GPT-2 ----------------------------------------------------------------------------------
+# ---- Gemma, Phi, GPT-2 and encoders ------------------------------------------------------------------------
 
 
 def _gemma2_keys(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -238,7 +238,18 @@ def _turned_over(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
     yield name, values.T if name.endswith(ends) else values
 
 
+def _bert_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+
+
+def _without_pooler(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
+    if not name.startswith("pooler."):
+        yield name, values
+
+
 FORMS: dict[str, Form] = {
+    "bert": Form(gguf.MODEL_ARCH.BERT, _bert_keys, _without_pooler),
     "gemma2": Form(gguf.MODEL_ARCH.GEMMA2, _gemma2_keys, _norms_with_one),
     "gemma3_text": Form(gguf.MODEL_ARCH.GEMMA3, _gemma3_keys, _norms_with_one),
     "phi3": Form(gguf.MODEL_ARCH.PHI3, _phi3_keys, extra_tensors=_phi3_factors),

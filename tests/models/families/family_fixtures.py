@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 NUM_NEW = 8  # ids at the end of each sequence that the network itself chose
 FOLDER = Path(__file__).parents[2] / "data" / "families"
+ENCODERS = FOLDER.with_name("encoders")  # theirs have hidden states for logits, and nothing goes on
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,29 +83,29 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load(name: str) -> Fixture:
-    given = json.loads((FOLDER / f"{name}.json").read_text())
-    vocab_size = given["vocab_size"]
+def load(name: str, folder: Path = FOLDER) -> Fixture:
+    given = json.loads((folder / f"{name}.json").read_text())
+    width = given["width"]
     return Fixture(
         name,
         given["config"],
         given["saved_config"],
         {tensor: tuple(shape) for tensor, shape in _shapes(given["tensors"])},
         given["token_ids"],
-        [np.frombuffer(base64.b85decode(rows), "<f4").reshape(-1, vocab_size) for rows in given["logits"]],
+        [np.frombuffer(base64.b85decode(rows), "<f4").reshape(-1, width) for rows in given["logits"]],
     )
 
 
-def save(fixture: Fixture) -> Path:
+def save(fixture: Fixture, folder: Path = FOLDER) -> Path:
     given = {
-        "vocab_size": fixture.logits[0].shape[1],
+        "width": fixture.logits[0].shape[1],
         "config": fixture.config,
         "saved_config": fixture.saved_config,
         "tensors": _by_shape(fixture.shapes),
         "token_ids": fixture.token_ids,
         "logits": [base64.b85encode(rows.astype("<f4").tobytes()).decode() for rows in fixture.logits],
     }
-    path = FOLDER / f"{fixture.name}.json"
+    path = folder / f"{fixture.name}.json"
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in given.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return path

@@ -1,4 +1,4 @@
-"""Configs of tiny networks, as `family_configs.py`: Gemma, Phi and GPT-2."""
+"""Configs of tiny networks, as `family_configs.py`: Gemma, Phi, GPT-2 and encoders."""
 
 from __future__ import annotations
 
@@ -132,3 +132,27 @@ OTHER_CONFIGS: dict[str, dict[str, Any]] = {
 OTHER_SEQUENCES: dict[str, tuple[int, ...]] = {"phi4-mini-long": (37, 29)}
 # How long requests may be, where that is less than the model could.
 MAX_MODEL_LEN = {"phi4-mini-short": 64}
+
+ENCODER_CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "architectures": ["BertModel"],
+        "attention_probs_dropout_prob": 0.1,
+        "classifier_dropout": None,
+        "gradient_checkpointing": False,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 48,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 40,
+        "model_type": "bert",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "vocab_size": 61,
+    },
+}

@@ -17,38 +17,55 @@ from typing import Any
 import numpy as np
 import torch
 from family_configs import CONFIGS, SEQUENCES
-from family_fixtures import NUM_NEW, Fixture, Floats, save, tensors_of
+from family_fixtures import ENCODERS, FOLDER, NUM_NEW, Fixture, Floats, save, tensors_of
+from gemma_phi_gpt2_configs import ENCODER_CONFIGS
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, logging
 
 
 def make(name: str) -> Fixture:
     config = CONFIGS[name]
-    vocab_size = config["vocab_size"]
-    rng = np.random.default_rng(len(name))
     lengths = SEQUENCES.get(name, SEQUENCES["default"])
-    prompts = [rng.integers(0, vocab_size, length - NUM_NEW).tolist() for length in lengths]
+    prompts = random_ids(name, config, [length - NUM_NEW for length in lengths])
+    model, shapes, saved_config = network(config, AutoModelForCausalLM)
+    token_ids = [continued(model, prompt) for prompt in prompts]
+    logits = [logits_of(model, ids) for ids in token_ids]
+    return Fixture(name, config, saved_config, shapes, token_ids, logits)
+
+
+def make_encoder(name: str) -> Fixture:
+    """Hidden states instead of logits."""
+    config = ENCODER_CONFIGS[name]
+    token_ids = random_ids(name, config, list(SEQUENCES["default"]))
+    model, shapes, saved_config = network(config, AutoModel)
+    with torch.no_grad():
+        hidden = [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in token_ids]
+    return Fixture(name, config, saved_config, shapes, token_ids, hidden)
+
+
+def random_ids(name: str, config: dict[str, Any], lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(len(name))
+    return [rng.integers(0, config["vocab_size"], length).tolist() for length in lengths]
+
+
+def network(config: dict[str, Any], auto: Any) -> tuple[Any, dict[str, tuple[int, ...]], dict[str, Any]]:
+    """The network, its checkpoint's shapes, and its config as transformers writes it."""
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         (folder / "config.json").write_text(json.dumps(config))
-        read = AutoConfig.from_pretrained(folder)
-        AutoModelForCausalLM.from_config(read).save_pretrained(folder)
+        auto.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
         with safe_open(folder / "model.safetensors", "np") as file:
             shapes = {tensor: tuple(file.get_slice(tensor).get_shape()) for tensor in sorted(file.keys())}
         saved_config = json.loads((folder / "config.json").read_text())
         # The published form again: this is what must be understood.
         (folder / "config.json").write_text(json.dumps(config))
         save_file(tensors_of(config, shapes), folder / "model.safetensors", {"format": "pt"})
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
     assert not any(info.values()), info
-    model.eval()
-    token_ids = [continued(model, prompt) for prompt in prompts]
-    return Fixture(
-        name, config, saved_config, shapes, token_ids, [logits_of(model, ids) for ids in token_ids]
-    )
+    return model.eval(), shapes, saved_config
 
 
 def continued(model: Any, prompt: list[int]) -> list[int]:
@@ -69,9 +86,10 @@ def logits_of(model: Any, ids: list[int]) -> Floats:
 
 def main(names: list[str]) -> None:
     logging.disable_progress_bar()
-    for name in names or CONFIGS:
-        fixture = make(name)
-        path = save(fixture)
+    for name in names or [*CONFIGS, *ENCODER_CONFIGS]:
+        encoder = name in ENCODER_CONFIGS
+        fixture = make_encoder(name) if encoder else make(name)
+        path = save(fixture, ENCODERS if encoder else FOLDER)
         spread: Any = np.concatenate(fixture.logits).std()
         print(f"{path.name}: {path.stat().st_size} bytes, logits spread over {spread:.2f}")
 
