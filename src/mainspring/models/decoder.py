@@ -9,8 +9,10 @@ hold a share of the vocabulary put their logits side by side (`all_gather`). For
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
@@ -70,11 +72,32 @@ class Decoder:
         """(hidden rows [S, hidden], masks) -> ids [S], values [S]: the largest logit of each row, without
         making the logits. masks: per row the words of a bit mask of allowed tokens, or None; or empty. An id
         of -1, and -inf: none is allowed. None where the backend has no such product.
+
+        Where ranks share the head each finds its own, and these candidates are compared: no logits are sent.
         """
+        if self.spec.head_size is not None:
+            return self._largest_of_ranks
         largest = getattr(self.ops, "run_largest", None)
         if largest is None:
             return None
         return lambda rows, masks=(): largest("chosen", rows, self._head, masks)
+
+    def _largest_of_ranks(self, rows: Floats, masks: Sequence[Ints | None] = ()) -> tuple[Ints, Floats]:
+        begin = self.spec.head_begin
+        own_masks = [mask if mask is None else mask[begin // 32 :] for mask in masks]
+        largest = getattr(self.ops, "run_largest", None)
+        if largest is not None:
+            ids, values = largest("chosen", rows, self._own_head, own_masks)
+        else:
+            self.ops.run_rows("chosen", rows, self._own_head)
+            ids, values = largest_allowed(self.ops.read("logits"), own_masks)
+        assert self.ops.collectives is not None
+        # Ids are below 2 ** 24, so float32 holds them.
+        own = np.stack([values, np.where(ids < 0, ids, ids + begin).astype(np.float32)], axis=1)
+        found = np.stack(self.ops.collectives.all_gather(own))  # [ranks, rows, 2]
+        # The first rank's of equals, which is the lowest id; a NaN is larger than anything.
+        best = found[found[:, :, 0].argmax(axis=0), np.arange(len(rows))]
+        return best[:, 1].astype(np.int32), best[:, 0].copy()
 
     @property
     def sampler(self) -> Any | None:
@@ -171,6 +194,10 @@ class Decoder:
             ops.rms_norm(out, x, weight, norm.eps)
 
     def _head(self, ops: Ops) -> None:
+        self._own_head(ops)
+        ops.all_gather(self._all_logits, "logits")
+
+    def _own_head(self, ops: Ops) -> None:
         spec = self.spec
         ops.linear("logits", "chosen", self._head_weight)
         if spec.head_bias:
@@ -179,7 +206,6 @@ class Decoder:
             ops.scale("logits", spec.logit_scale)
         if spec.logit_soft_cap:
             ops.soft_cap("logits", spec.logit_soft_cap)
-        ops.all_gather(self._all_logits, "logits")
 
     def _add_buffers(self) -> None:
         hidden = self.spec.hidden_size
@@ -195,3 +221,19 @@ class Decoder:
         self.ops.add_buffer("logits", self.spec.num_logits)
         if self._all_logits != "logits":
             self.ops.add_buffer(self._all_logits, self.spec.vocab_size)
+
+
+def largest_allowed(logits: Floats, masks: Sequence[Ints | None]) -> tuple[Ints, Floats]:
+    """Per row the id of the largest logit that its mask allows, the first among equals, and that logit."""
+    if any(mask is not None for mask in masks):
+        logits = logits.copy()
+        for row, mask in zip(logits, masks, strict=True):
+            if mask is not None:
+                bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
+                allowed = np.zeros(len(row), bool)
+                allowed[: len(bits)] = bits[: len(row)]
+                row[~allowed] = -np.inf
+    ids = logits.argmax(axis=1).astype(np.int32)
+    values = logits[np.arange(len(logits)), ids]
+    ids[np.isneginf(values)] = -1
+    return ids, values

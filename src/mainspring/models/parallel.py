@@ -163,7 +163,7 @@ def _spec(spec: ModelSpec, place: Place, layers: range) -> ModelSpec:
         own = _vocabulary(spec, place)
         end: dict[str, object] = {"tied_embeddings": spec.tied_embeddings and place.world_size == 1}
         if num_ranks > 1 and spec.has_head:
-            end["head_size"] = len(own)
+            end |= {"head_begin": own.start, "head_size": len(own)}
     else:
         end = {
             "sends_to": place.peer(place.stage + 1),
@@ -193,11 +193,6 @@ def _vocabulary(spec: ModelSpec, place: Place) -> range:
     num_words, num_ranks = -(-spec.vocab_size // 32), place.tensor_parallel_size
     begin, end = (32 * (num_words * at // num_ranks) for at in (place.place, place.place + 1))
     return range(begin, min(end, spec.vocab_size))
-
-
-def vocabulary_begin(spec: ModelSpec, place: Place) -> int:
-    """The token that the first of a rank's logits is of. spec: the whole model's."""
-    return _vocabulary(spec, place).start
 
 
 def _view(model: Model, role: str, tensor: str, spec: ModelSpec, place: Place) -> View:

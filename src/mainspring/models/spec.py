@@ -135,7 +135,8 @@ class ModelSpec:
     # Where this is a stage of a model (`parallel.py`): the ranks that hidden states come from, and go to.
     receives_from: int | None = None  # None: they begin here, with the embeddings
     sends_to: int | None = None
-    head_size: int | None = None  # rows of the head here, where ranks share it; None: the vocabulary
+    head_begin: int = 0  # the token of the first row of the head here, where ranks share it
+    head_size: int | None = None  # and how many rows; None: the vocabulary
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logits / logit_soft_cap), unless 0
