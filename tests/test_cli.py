@@ -160,7 +160,7 @@ def test_help_is_as_wide_as_the_terminal(
 
 
 def test_help_promises_what_there_is(capsys: pytest.CaptureFixture[str]):
-    for command, all_of_engine in [("pull", False), ("doctor", False), ("chat", True)]:
+    for command, all_of_engine in [("pull", False), ("cache", False), ("chat", True)]:
         assert main([command, "--help"]) == 0
         assert ("--help=all" in capsys.readouterr().out) == all_of_engine, command
     assert main(["--help"]) == 0
@@ -320,38 +320,6 @@ def test_pull_says_where_a_model_is(smollm2: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr() == (f"smollm2-135m: {smollm2}\n", "")
     assert main(["pull", "smollm2-135m", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "smollm2-135m", "path": str(smollm2)}
-
-
-def test_doctor(smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("mainspring.cli.doctor.free_memory_bytes", lambda: 2**32)
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kernels"] in ("numpy", "native")
-    assert found["free_memory_bytes"] == 2**32
-    assert 1 <= found["num_usable_cores"] <= found["num_cores"]
-    assert found["cached_models"]["smollm2-135m"] == str(smollm2)
-    assert found["model"]["float32_bytes"] == 538060032
-    assert found["model"]["fits"] is True
-    assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "smollm2-135m: fits (0.50 GiB" in said
-    assert "4.0 GiB free" in said
-    monkeypatch.setattr("mainspring.cli.doctor.free_memory_bytes", lambda: 2**28)
-    assert main(["doctor", "--model", str(smollm2)]) == 0
-    assert f"{smollm2}: slow, for its weights are dequantised again" in capsys.readouterr().out
-
-
-def test_doctor_without_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """One that was asked for must be there; the default need not."""
-    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
-    assert main(["doctor"]) == 0
-    assert "smollm2-135m is not in the cache" in capsys.readouterr().out
-    assert main(["doctor", "--model", "./nowhere.gguf", "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mainspring: ./nowhere.gguf: no such file")
 
 
 # --- the conversation, with a model that costs nothing ------------------------------------------------------

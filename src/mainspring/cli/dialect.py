@@ -436,6 +436,15 @@ def engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
     return {f.name: getattr(given, f.name) for f in fields(EngineArgs) if hasattr(given, f.name)}
 
 
+def model_argument(given: argparse.Namespace) -> dict[str, Any]:
+    """`engine_arguments`, where the model may stand without a flag (as `model_tag`)."""
+    found = engine_arguments(given)
+    named = getattr(given, "model_tag", None)
+    if named is not None and found.setdefault("model", named) != named:
+        raise ConfigError(f"MODEL {named!r} and --model {found['model']!r} differ; give one")
+    return found
+
+
 def _shown(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 

@@ -1,44 +1,53 @@
-"""`mainspring doctor`: what it found on this machine, and what that means for a model. It changes nothing.
+"""`mainspring doctor [MODEL]`: what was found on this machine, and what a model would take of it.
 
-What was found is numbers and names, which `--json` prints as they are; for people they become sentences.
+What was found is numbers and names, which `--json` prints as they are; for people they become sentences. A
+model that would be refused is a mistake to be told: the report comes first, then the line that says so.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
-from typing import Any
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mainspring import __version__
 from mainspring.base.config import EngineArgs, usable_cores
-from mainspring.base.errors import CheckpointError
+from mainspring.base.cores import allowed_cores, cpu_quota
+from mainspring.base.errors import CheckpointError, ConfigError
+from mainspring.base.log import set_up_logging
 from mainspring.base.memory import free_memory_bytes
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments
+from mainspring.cli.dialect import (
+    Parser,
+    add_common_flags,
+    add_engine_flags,
+    model_argument,
+)
+
+if TYPE_CHECKING:
+    from mainspring.cli.forecast import Forecast
+
+EXAMPLES = ("", "smollm2-135m", "./my.gguf --quantization q8 --max-model-len 4k --json")
+# What kernels care for, as the system names it (x86 in `flags`, ARM in `Features`).
+INSTRUCTIONS = re.compile(r"^(sse4_2|avx\w*|fma|f16c|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
+AS_FILE = "as the file"  # of the forms of weights, the one that no kernel keeps
+MOST_MEASURED_THREADS = 8  # the time that measuring takes grows with them
+MODEL_BYTES = 96 << 20  # of weights that are read again and again while measuring
 
 
-class ModelFound(msgspec.Struct, kw_only=True):
-    """A model and the memory that its weights would take."""
+class Speed(msgspec.Struct, kw_only=True):
+    """What the machine can do at best, measured now with `num_threads`, per second."""
 
-    name: str
-    problem: str | None = None  # why it cannot be opened; then nothing below is known
-    float32_bytes: int | None = None
-    allowed_bytes: int | None = None
-    fits: bool | None = None  # else its weights are dequantised again in every step, which is slow
-
-    def words(self) -> str:
-        if self.float32_bytes is None or self.allowed_bytes is None:
-            return str(self.problem)
-        sizes = (
-            f"{self.float32_bytes / 2**30:.2f} GiB as float32, "
-            f"{self.allowed_bytes / 2**30:.1f} GiB may be used"
-        )
-        if self.fits:
-            return f"{self.name}: fits ({sizes})"
-        return f"{self.name}: slow, for its weights are dequantised again in every step ({sizes})"
+    num_threads: int
+    byte_products: float  # operations on 8-bit integers
+    float_products: float  # operations on fp32
+    model_reads: float  # bytes of `MODEL_BYTES`, again and again
+    memory_reads: float  # bytes of more than caches hold
 
 
 class Found(msgspec.Struct, kw_only=True):
@@ -48,114 +57,203 @@ class Found(msgspec.Struct, kw_only=True):
     python: str
     system: str
     machine: str
+    processor: str | None
+    instructions: list[str]
     numpy: str
     blas: str
     openblas_coretype: str | None  # set in the environment: OpenBLAS uses the kernels of that processor
     num_usable_cores: int
+    num_allowed_cores: int
+    cpu_quota: float | None  # cores' worth of time that control groups allow
     num_cores: int | None
     free_memory_bytes: int
     kernels: str  # "native" or "numpy"
     variant: str | None = None  # of the native kernels, the one that would be used
     variants_gops: dict[str, float] = {}  # what a short measurement says of each that runs here
     why_not_native: str | None = None
-    model: ModelFound
+    speed: Speed | None = None
     cache_dir: str
     cached_models: dict[str, str]  # path by name
+    model: Forecast | None = None
+    model_problem: str | None = None  # why there is no `model`
 
     def words(self) -> dict[str, list[str]]:
         """As people read it: lines under a short name."""
         forced = self.openblas_coretype
         note = f", made to use its kernels for {forced} by OPENBLAS_CORETYPE" if forced else ""
         here = [f"{name}: {path}" for name, path in self.cached_models.items()]
+        processor = [
+            self.processor or self.machine,
+            *([" ".join(self.instructions)] if self.instructions else []),
+        ]
         return {
             "mainspring": [self.mainspring],
             "python": [f"{self.python} on {self.system} {self.machine}"],
             "numpy": [f"{self.numpy} with {self.blas}{note}"],
-            "cores": [f"{self.num_usable_cores} usable of {self.num_cores}"],
-            "memory": [f"{self.free_memory_bytes / 2**30:.1f} GiB free"],
-            "kernels": [self._kernels()],
-            "model": [self.model.words()],
-            "cache": [self.cache_dir, *(here or ["no model yet; mainspring pull lists what there is"])],
+            "processor": processor,
+            "cores": [self._cores()],
+            "memory": [f"{_size(self.free_memory_bytes)} free"],
+            "kernels": self._kernels(),
+            "cache": [self.cache_dir, *(here or ["no model yet; mainspring models lists what there is"])],
+            "model": [self.model_problem or ""]
+            if self.model is None
+            else model_words(self.model, self.speed),
         }
 
-    def _kernels(self) -> str:
+    def _cores(self) -> str:
+        limits = [f"{self.num_allowed_cores} allowed"] if self.num_allowed_cores != self.num_cores else []
+        if self.cpu_quota is not None:
+            limits.append(f"time of {self.cpu_quota:g} by the control group's quota")
+        return f"{self.num_usable_cores} usable of {self.num_cores}" + (
+            f" ({', '.join(limits)})" if limits else ""
+        )
+
+    def _kernels(self) -> list[str]:
         if self.variant is None:
-            return f"numpy: {self.why_not_native}"
+            return [f"numpy: {self.why_not_native}"]
         measured = ", ".join(f"{name} {gops:.0f}" for name, gops in self.variants_gops.items())
-        return f"native {self.variant} (GOP/s of one thread, measured now: {measured})"
+        lines = [f"native {self.variant} (GOP/s of one thread, measured now: {measured})"]
+        if (speed := self.speed) is not None:
+            threads = "1 thread" if speed.num_threads == 1 else f"{speed.num_threads} threads"
+            lines.append(
+                f"{threads} at best: {speed.byte_products / 1e9:.0f} GOP/s in 8 bit, "
+                f"{speed.float_products / 1e9:.0f} in fp32; memory gives {speed.memory_reads / 1e9:.0f} GB/s"
+            )
+        return lines
+
+
+def model_words(model: Forecast, speed: Speed | None) -> list[str]:
+    """A model's lines."""
+    held = "as they are in the file" if model.weights_form == AS_FILE else f"held as {model.weights_form}"
+    per_token = f"{model.kv_bytes_per_token / 1024:.1f} KiB for each token ({model.kv_cache_dtype})"
+    lines = [
+        f"{model.name}: {model.architecture}, {model.num_parameters / 1e6:.0f} million parameters",
+        f"weights: {_size(model.weights_bytes)}, {held} ({model.kernels} kernels)",
+        f"keys and values: {per_token}; "
+        f"a pool of {_size(model.kv_pool_bytes)} holds {model.num_kv_tokens:,} tokens",
+    ]
+    if model.max_model_len:
+        knows = f"the model knows {model.max_position_embeddings:,}"
+        lines.append(
+            f"requests: up to {model.max_model_len:,} tokens ({knows}), "
+            f"{model.max_concurrency:.1f} of that length at once"
+        )
+    if not model.chunked_prefill:
+        lines.append("chunked prefill and prefix caching are off: it has layers that are not causal")
+    if speed is not None and model.kernels == "native":
+        lines.append(f"at best: {_ceilings(model, speed)}")
+    lines += [f"warning: {words}" for words in model.warnings]
+    return lines + [f"refused: {words}" for words in model.problems]
+
+
+def _ceilings(model: Forecast, speed: Speed) -> str:
+    """Every weight is read for a token that is written, and used in two operations for one that is read."""
+    reads = speed.model_reads if model.weights_bytes <= MODEL_BYTES else speed.memory_reads
+    written, read = reads / model.weights_bytes, speed.byte_products / (2 * model.num_parameters)
+    return f"{written:,.0f} tokens/s written by one request, {read:,.0f} tokens/s of prompts read"
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("doctor", "What mainspring found on this machine.", ("", "--model ./my.gguf"), argv)
-    add_engine_flags(parser, only=("model",))
+    parser = Parser(
+        "doctor", "What mainspring found on this machine, and what a model would take.", EXAMPLES, argv
+    )
+    parser.usage = "%(prog)s [MODEL] [flags]"
+    group = parser.add_argument_group("the model")
+    group.add_argument("model_tag", nargs="?", metavar="MODEL", help="to be reckoned with; nothing is loaded")
+    add_engine_flags(parser)
     add_common_flags(parser)
     given = parser.read(argv)
-    found = examine(EngineArgs(**engine_arguments(given)).model)
-    if found.model.problem and hasattr(given, "model"):  # one that was asked for; the default may be missing
-        raise CheckpointError(found.model.problem)
+    set_up_logging("info" if given.verbose else None)
+    asked = model_argument(given)
+    args = EngineArgs.from_mapping(asked)
+    found = examine(args)
+    if found.model_problem and "model" in asked:  # the default need not be here
+        raise CheckpointError(found.model_problem)
     if given.json:
         print(json.dumps(msgspec.to_builtins(found)))
-        return 0
-    for name, lines in found.words().items():
-        for line in lines:
-            print(f"{name:<12} {line}")
-            name = ""
+    else:
+        _print(found.words())
+    if found.model is not None and found.model.problems:
+        raise ConfigError(f"{args.model} would be refused with these settings: {found.model.problems[0]}")
     return 0
 
 
-def examine(model: str) -> Found:
+def _print(words: dict[str, list[str]]) -> None:
+    for name, lines in words.items():
+        for line in lines:
+            print(f"{name:<12} {line}")
+            name = ""
+
+
+def examine(args: EngineArgs) -> Found:
     import numpy as np
 
     from mainspring.checkpoint.catalog import default_cache_dir, list_models
 
     numpy_config: Any = np.show_config(mode="dicts")
     blas = numpy_config["Build Dependencies"]["blas"]
+    processor, instructions = read_processor(Path("/proc/cpuinfo"))
+    model, problem = _model(args)
     return Found(
         mainspring=__version__,
         python=platform.python_version(),
         system=platform.system(),
         machine=platform.machine(),
+        processor=processor,
+        instructions=instructions,
         numpy=np.__version__,
         blas=f"{blas['name']} {blas['version']}",
         openblas_coretype=os.environ.get("OPENBLAS_CORETYPE") or None,
         num_usable_cores=usable_cores(),
+        num_allowed_cores=allowed_cores(),
+        cpu_quota=cpu_quota(),
         num_cores=os.cpu_count(),
         free_memory_bytes=free_memory_bytes(),
-        **_kernels(),
-        model=_model(model),
+        **_kernels(args),
         cache_dir=str(default_cache_dir()),
         cached_models={entry.name: str(path) for entry, path in list_models() if path},
+        model=model,
+        model_problem=problem,
     )
 
 
-def _kernels() -> dict[str, Any]:
+def read_processor(cpuinfo: Path) -> tuple[str | None, list[str]]:
+    """Its name and the instruction sets that kernels care for, of the first core."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:  # not on this system
+        return None, []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags: Sequence[str] = (fields.get("flags") or fields.get("Features") or "").split()
+    return fields.get("model name"), [flag for flag in flags if INSTRUCTIONS.match(flag)]
+
+
+def _kernels(args: EngineArgs) -> dict[str, Any]:
     from mainspring.kernels.native import library, measured_variants, why_not
 
-    if library() is None:
+    if (native := library()) is None:
         return {"kernels": "numpy", "why_not_native": why_not()}
     measured = dict(measured_variants())
+    variant = max(measured, key=measured.__getitem__)
+    num_threads = min(args.num_threads or usable_cores(), MOST_MEASURED_THREADS)
+    ceilings = native.measure_ceilings(variant, num_threads)[-1]
     return {
         "kernels": "native",
-        "variant": max(measured, key=measured.__getitem__),
+        "variant": variant,
         "variants_gops": measured,
+        "speed": Speed(**ceilings),
     }
 
 
-def _model(name: str) -> ModelFound:
-    """Weights are held as float32 if that fits, else as they are in the file."""
-    from mainspring.checkpoint.catalog import resolve_model
-    from mainspring.checkpoint.gguf import GGUFFile
-    from mainspring.models.weights import MEMORY_SHARE
+def _model(args: EngineArgs) -> tuple[Forecast | None, str | None]:
+    from mainspring.cli.forecast import forecast
 
     try:
-        with GGUFFile(resolve_model(name)) as file:
-            float32_bytes = 4 * sum(math.prod(file.info(tensor).shape) for tensor in file.tensor_names)
+        return forecast(args), None
     except CheckpointError as error:
-        return ModelFound(name=name, problem=str(error))
-    allowed_bytes = int(MEMORY_SHARE * free_memory_bytes())
-    return ModelFound(
-        name=name,
-        float32_bytes=float32_bytes,
-        allowed_bytes=allowed_bytes,
-        fits=float32_bytes <= allowed_bytes,
-    )
+        return None, str(error)
+
+
+def _size(num_bytes: int) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"

@@ -27,7 +27,7 @@ from mainspring.cli.dialect import (
     add_engine_flags,
     add_flag,
     add_help_flag,
-    engine_arguments,
+    model_argument,
 )
 from mainspring.server.settings import ServerSettings
 
@@ -219,10 +219,7 @@ def _environment(name: str) -> str | None:
 
 
 def _engine_arguments(given: argparse.Namespace) -> dict[str, Any]:
-    found = engine_arguments(given)
-    named = getattr(given, "model_tag", None)
-    if named is not None and found.setdefault("model", named) != named:
-        raise ConfigError(f"MODEL {named!r} and --model {found['model']!r} differ; give one")
+    found = model_argument(given)
     for name in ("served_model_name", "shutdown_timeout"):  # the server's own
         found.pop(name, None)
     return {"disable_log_stats": False} | found
