@@ -16,7 +16,7 @@ from mainspring.models.families.gemma import gemma2, gemma3
 from mainspring.models.families.gpt2 import gpt2
 from mainspring.models.families.granite import granite
 from mainspring.models.families.keys import Keys
-from mainspring.models.families.llama import llama, mistral
+from mainspring.models.families.llama import llama, mistral, unnamed
 from mainspring.models.families.model import Model
 from mainspring.models.families.names import CONFIG_NEUTRAL, CONFIG_SILENT, GGUF_KEYS, GGUF_NEUTRAL
 from mainspring.models.families.olmo import olmo2, olmo3
@@ -77,11 +77,11 @@ def from_folder(config: Mapping[str, Any], source: TensorSource, max_model_len: 
 
 
 def from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """A config alone, for `load_format` dummy. One without a `model_type` is a llama's.
+    """A config alone, for `load_format` dummy. It need not name a family.
 
     Raises `CheckpointError` naming the key that is missing, wrong or unknown.
     """
-    return _from_config({"model_type": "llama", **config}, None, None).spec
+    return _from_config({"model_type": None, **config}, None, None).spec
 
 
 def _from_config(config: Mapping[str, Any], source: TensorSource | None, max_model_len: int | None) -> Model:

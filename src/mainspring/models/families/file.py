@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from mainspring.base.errors import CheckpointError
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.model import Model, names_of
@@ -77,12 +79,15 @@ class ModelFile:
         *,
         interleaved: bool = False,
         theta: float = 10_000.0,
-        layer_type: str = "full_attention",
+        layer_type: str | None = None,
+        partial: bool = False,
     ) -> RopeSpec:
         """With the scaling that a config names. interleaved: the order of rows of Q and K. theta: where the
-        file does not say. layer_type: of which layers, where a config has several."""
-        read = gguf_rope if self.is_gguf else config_rope
-        return read(self, head_size, interleaved, theta, layer_type)
+        file does not say. layer_type: of which layers, in families whose configs have several. partial: a
+        config may say that only a part of each head turns."""
+        if self.is_gguf:
+            return gguf_rope(self, head_size, interleaved, theta)
+        return config_rope(self, head_size, interleaved, theta, layer_type, partial)
 
     def windows(self, default: Sequence[bool] | None = None) -> list[int | None]:
         """Each layer's window. Without a list of layers' kinds in the config `default` says which have one;
@@ -91,6 +96,7 @@ class ModelFile:
         return [window if has else None for has in self.windowed(default)]
 
     def window(self) -> int | None:
+        """None where there is none, and where the file does not say."""
         if self.is_gguf and self.keys.get("sliding_window") == 0:
             return None
         return self.keys.count("sliding_window") if "sliding_window" in self.keys else None
@@ -169,10 +175,18 @@ class ModelFile:
         return shape[0]
 
     def is_tied(self, default: bool = False) -> bool:
-        """Whether the head is the embedding. default: what configs of this family mean that do not say."""
+        """Whether the head is the embedding. default: what configs of this family mean that do not say.
+
+        A file that has a head of its own, other than the embedding, is believed rather than its config.
+        """
+        own = self.names["head"] + ".weight"
         if self.is_gguf:
-            return "output.weight" not in self.tensors
-        return self.keys.flag("tie_word_embeddings", default)
+            return own not in self.tensors
+        tied = self.keys.flag("tie_word_embeddings", default)
+        if not tied or self.source is None or own not in self.tensors:
+            return tied
+        embedding = self.names["embedding"] + ".weight"
+        return np.array_equal(self.source.raw(own), self.source.raw(embedding))
 
     def norm(self, key: str = "rms_norm_eps", default: float | None = None) -> NormSpec:
         """default: the eps of configs that do not say; GGUF files must."""
@@ -222,11 +236,10 @@ def plain_attention(
     size: int | None = None,
     interleaved: bool = False,
     theta: float = 10_000.0,
+    layer_type: str | None = None,
     **more: Any,
 ) -> AttnSpec:
-    """Heads that turn as a whole; see `ModelFile.heads` and `rope`. more: further fields of `AttnSpec`."""
+    """Heads that turn; see `ModelFile.heads` and `rope`. more: further fields of `AttnSpec`."""
     num_heads, num_kv_heads, head_size = file.heads(kv_heads=kv_heads, size=size)
-    rope = file.rope(head_size, interleaved=interleaved, theta=theta)
-    if not file.is_gguf and rope.rotary_dim != head_size:
-        raise file.keys.refusal("partial_rotary_factor", "1: this family turns whole heads")
+    rope = file.rope(head_size, interleaved=interleaved, theta=theta, layer_type=layer_type)
     return AttnSpec(num_heads, num_kv_heads, head_size, rope, **more)

@@ -104,10 +104,14 @@ def _scale(file: ModelFile, head_size: int, num_layers_of_27b: int) -> float:
 
 
 def _local_rope(file: ModelFile, head_size: int) -> RopeSpec:
+    """Its theta has a key of its own, unless it stands beside what else is said of these layers."""
+    theta = file.keys.positive("rope_local_base_freq", LOCAL_THETA)
     given = file.keys.get("rope_parameters")
-    if isinstance(given, Mapping) and "sliding_attention" in given:
-        return file.rope(head_size, theta=LOCAL_THETA, layer_type="sliding_attention")
-    return RopeSpec(head_size, file.keys.positive("rope_local_base_freq", LOCAL_THETA), interleaved=False)
+    local = given.get("sliding_attention") if isinstance(given, Mapping) else None
+    if local is None:
+        return RopeSpec(head_size, theta, interleaved=False)
+    rope = file.rope(head_size, layer_type="sliding_attention")
+    return rope if isinstance(local, Mapping) and "rope_theta" in local else replace(rope, theta=theta)
 
 
 def _one_more(names: Mapping[str, str]) -> dict[str, View]:

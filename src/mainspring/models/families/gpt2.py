@@ -80,6 +80,8 @@ def _check_config(file: ModelFile) -> None:
     keys.get("reorder_and_upcast_attn")  # the order of a product, for half precision
     if (longest := keys.count("max_position_embeddings", 1024)) != keys.count("n_ctx", longest):
         raise keys.refusal("n_ctx", f"n_positions, {longest}")
+    for key in ("n_special", "predict_special_tokens"):
+        keys.get(key)  # of training
     for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"):
         keys.get(f"summary_{key}")  # of a head that is not used
 

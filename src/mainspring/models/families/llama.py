@@ -10,13 +10,21 @@ from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec
 
 
 def llama(file: ModelFile) -> Model:
-    """A config may give it windows, though the family's own have none."""
+    """GGUF files call others so too, which may have a window."""
+    attn = llama_attention(file)
+    attns = file.with_windows(attn) if file.is_gguf else [attn] * file.num_layers()
+    return llama_like(file, "llama", attns)
+
+
+def unnamed(file: ModelFile) -> Model:
+    """What a config describes that names no family: a Llama, and windows in the layers that it says."""
     return llama_like(file, "llama", file.with_windows(llama_attention(file)))
 
 
 def mistral(file: ModelFile) -> Model:
-    """With a window in the first models. GGUF files call it llama."""
-    return llama_like(file, "mistral", file.with_windows(plain_attention(file, kv_heads=8)))
+    """With a window in the first models."""
+    attn = plain_attention(file, kv_heads=8, sliding_window=file.window(default=4096))
+    return llama_like(file, "mistral", [attn] * file.num_layers())
 
 
 def llama_attention(file: ModelFile, **more: Any) -> AttnSpec:

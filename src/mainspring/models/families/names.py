@@ -56,6 +56,7 @@ CONFIG_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 # Keys of a config of which no value changes a logit.
 CONFIG_SILENT = frozenset(
     {
+        "_attn_implementation",
         "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",

@@ -23,22 +23,25 @@ class Scaling(NamedTuple):
 
 
 def config_rope(
-    file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str
+    file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str | None, partial: bool
 ) -> RopeSpec:
-    """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`: both in one, perhaps by type of layer."""
+    """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`: both in one, by type of layer if
+    `layer_type` says of which."""
     keys = file.keys
     newer = "rope_parameters" in keys
     inner = keys.inner("rope_parameters" if newer else "rope_scaling")
-    if newer and layer_type in inner:
+    if newer and layer_type is not None:
         inner.refuse_rest({}, LAYER_TYPES)
         inner = inner.inner(layer_type)
     base = (inner if "rope_theta" in inner else keys).positive("rope_theta", theta)
     keys.get("rope_theta")
-    share = (inner if "partial_rotary_factor" in inner else keys).positive("partial_rotary_factor", 1.0)
-    keys.get("partial_rotary_factor")
+    said = inner if "partial_rotary_factor" in inner else keys
+    share = said.positive("partial_rotary_factor", 1.0)
     rotary_dim = int(head_size * share)
     if rotary_dim > head_size or rotary_dim % 2 or not rotary_dim:
-        raise keys.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
+        raise said.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
+    if rotary_dim != head_size and not partial:
+        raise said.refusal("partial_rotary_factor", "1: models of this family turn whole heads")
     factors, amplitude = _scaling(file, inner, base, rotary_dim)
     inner.refuse_rest({})
     return RopeSpec(rotary_dim, base, interleaved, factors, amplitude=amplitude)
@@ -101,9 +104,9 @@ def _numbers(keys: Keys, key: str, count: int) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-def gguf_rope(file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str) -> RopeSpec:
-    """Of `rope.*`. Factors of Llama 3 and of Phi-3 are tensors instead."""
-    del layer_type  # the keys are those of layers that see everything; adapters know of others
+def gguf_rope(file: ModelFile, head_size: int, interleaved: bool, theta: float) -> RopeSpec:
+    """Of `rope.*`, of layers that see everything: of others adapters know. Factors of Llama 3 and of Phi-3
+    are tensors instead."""
     keys = file.keys
     rotary_dim = keys.count("rotary_dim", head_size)
     if rotary_dim > head_size or rotary_dim % 2:
