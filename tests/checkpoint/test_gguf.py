@@ -16,6 +16,7 @@ import pytest
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.architectures import check_architecture
 from mainspring.checkpoint.blocks import TENSOR_TYPES
+from mainspring.checkpoint.catalog import pull
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.quoting import quoted
 
@@ -202,6 +203,20 @@ def test_the_real_model(smollm2: Path) -> None:
         assert np.array_equal(file.dequantise(some.name), gguf.quants.dequantize(some.data, some.tensor_type))
         assert len(file.metadata["tokenizer.ggml.tokens"]) == 49_152
         assert file.metadata["tokenizer.ggml.token_type"][:3] == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_the_second_real_model() -> None:
+    """All values of the catalogue's model of K-quants, each as the reference reader has it."""
+    model = pull("gemma3-270m", progress=False)
+    with GGUFFile(model) as file:
+        found = set()
+        for expected in gguf.GGUFReader(model).tensors:
+            values = gguf.quants.dequantize(expected.data, expected.tensor_type)
+            assert np.array_equal(bits(file.dequantise(expected.name)), bits(values)), expected.name
+            assert file.is_finite(expected.name)
+            found.add(file.info(expected.name).type)
+    assert found == {"F32", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
