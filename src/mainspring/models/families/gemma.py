@@ -50,7 +50,7 @@ def gemma3(file: ModelFile) -> Model:
         num_heads,
         num_kv_heads,
         head_size,
-        file.rope(head_size, theta=LOCAL_THETA if file.is_gguf else 1_000_000.0),
+        file.rope(head_size, theta=LOCAL_THETA if file.is_gguf else 1_000_000.0, layer_type="full_attention"),
         scale=_scale(file, head_size, num_layers_of_27b=62),
         qk_norm="head",
     )

@@ -69,7 +69,7 @@ def _rope(file: ModelFile, head_size: int) -> tuple[RopeSpec, frozenset[str]]:
     """And the tensors that are not used: the other list of factors."""
     keys = file.keys
     keys.get("original_max_position_embeddings")  # also there where nothing is scaled
-    rope = file.rope(head_size)
+    rope = file.rope(head_size, partial=True)
     held = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}) & file.tensors
     if not file.is_gguf or not held:
         return rope, frozenset()
