@@ -184,10 +184,11 @@ inline int32_t sum(I32 a) {
   q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
-// The sums of 16 integers each, of which only the low bytes count.
-inline void sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
+// sums = those of 16 integers each, of which only the low bytes count; gives both together, as a float.
+inline float sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
   sums[0] = sum(a);
   sums[1] = sum(b);
+  return static_cast<float>(sums[0] + sums[1]);
 }
 
 inline F32 power_of_two(F32 k) {

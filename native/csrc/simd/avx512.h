@@ -112,16 +112,19 @@ inline float sum(F32 a) {
 }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
-// The sums of 16 integers each, of which only the low bytes count.
-inline void sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
+// sums = those of 16 integers each, of which only the low bytes count; gives both together, as a float.
+inline float sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
   // Sums of eight bytes' distances to 0, of bytes from 0 to 255.
   const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(a.v)),
                                                 _mm512_cvtepi32_epi8(b.v), 1);
   const __m256i eights =
       _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
-  const __m256i both = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
-  sums[0] = _mm256_cvtsi256_si32(both) - 16 * 128;
-  sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(both, 1)) - 16 * 128;
+  const __m256i both = _mm256_sub_epi32(_mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e)),
+                                        _mm256_set1_epi32(16 * 128));
+  const __m128i first = _mm256_castsi256_si128(both), second = _mm256_extracti128_si256(both, 1);
+  _mm_storeu_si32(&sums[0], first);
+  _mm_storeu_si32(&sums[1], second);
+  return _mm_cvtss_f32(_mm_cvtepi32_ps(_mm_add_epi32(first, second)));
 }
 
 // 2^k for k held as a float, -126 <= k <= 127.

@@ -267,8 +267,8 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
   auto* tail = reinterpret_cast<RecordTail*>(record + codes_bytes(kWide));
   const F32 x0 = load(x), x1 = load(x + kLanes);
   const F32 a0 = abs(x0), a1 = abs(x1);
-  const bool finite = (not_less(splat(kHuge), a0) & not_less(splat(kHuge), a1)) == 0xffff;
   const float amax = largest(max(a0, a1));
+  const bool finite = (not_less(splat(kHuge), a0) & not_less(splat(kHuge), a1)) == 0xffff;
   const bool usable = finite && amax >= kTiny;
   const float scale = usable ? amax / kLargestCode : finite ? 0.0f : __builtin_nanf("");
   I32 c0 = splat(0), c1 = splat(0);
@@ -278,6 +278,7 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
     c1 = round_to_int(x1 * inverse);
   }
   int32_t(&sums)[2] = tail->half_sums[side];
+  float total;
   if constexpr (kWide) {  // c = 256 * h + l with l in [-128, 127]
     int8_t* low = high + kPair * kBlock;
     store_low_bytes(high, shift_right<8>(c0 + splat(128)));
@@ -286,13 +287,14 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
     store_low_bytes(low + kLanes, c1);
     sums[0] = sum(c0);
     sums[1] = sum(c1);
+    total = static_cast<float>(sums[0] + sums[1]);
   } else {
     store_low_bytes(high, c0);
     store_low_bytes(high + kLanes, c1);
-    sum_bytes(c0, c1, sums);
+    total = sum_bytes(c0, c1, sums);
   }
   tail->scales[side] = scale;
-  tail->sums[side] = scale * static_cast<float>(sums[0] + sums[1]);
+  tail->sums[side] = scale * total;
 }
 
 template <bool kWide>
