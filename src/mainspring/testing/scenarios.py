@@ -76,6 +76,7 @@ def make_scenario(dice: Dice) -> Scenario:
         depth=dice.integer(1, 3),
         when=dice.pick(["when collected", "at random", "at once"]),
         seed=dice.integer(0, 10_000),
+        num_stages=dice.pick([1, 1, 2, 3]),
     )
     guests = tuple(make_guest(dice, scenario, i) for i in range(dice.integer(1, 10)))
     return replace(

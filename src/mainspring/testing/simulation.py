@@ -92,6 +92,7 @@ class Scenario:
     caching: bool = True
     watermark: float = 0.0
     depth: int = 1
+    num_stages: int = 1
     when: When = "when collected"
     crashes: tuple[int, ...] = ()  # steps before which the engine is thrown away
     resets: tuple[tuple[int, bool], ...] = ()  # steps before which the cache is reset, and whether by force
@@ -191,6 +192,7 @@ class Drive:
             long_prefill_token_threshold=case.threshold,
             watermark=case.watermark,
             enable_prefix_caching=case.caching,
+            num_stages=case.num_stages,
         )
         self.executor = self._executor_class(self.model, when=case.when, seed=case.seed)
         self.executor.roots = {name: self.model.root(guest.message) for name, guest in self.guests.items()}
@@ -417,6 +419,7 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
         "resets",
         "windows",
         "depth",
+        "num_stages",
         "policy",
         "watermark",
         "threshold",
@@ -494,6 +497,7 @@ def most_steps(scenario: Scenario) -> int:
             guest.message.sampling_params.max_tokens or 10**9, scenario.max_model_len - num_prompt
         )
         total += math.ceil((num_prompt + num_output) / chunk) + num_output + scenario.depth + 2
+        total += (scenario.num_stages - 1) * num_output
         total += guest.structure.compile_steps if guest.structure is not None else 0
         total += sum(prefix.delay_steps + 2 for prefix in guest.elsewhere)
     return 3 * total + 20
