@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.hf_config import read_object
+from mainspring.checkpoint.quantised import QuantisedTensors
 from mainspring.checkpoint.quoting import quoted
 from mainspring.checkpoint.safetensors import (
     INDEX_FILE,
@@ -60,8 +61,23 @@ class ModelFolder(RoutedTensors):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config: Mapping[str, Any] = read_object(self.path / CONFIG_FILE)
+        config = dict(read_object(self.path / CONFIG_FILE))
+        quantization = config.pop("quantization_config", None)  # which is understood here, or refused
+        self.config: Mapping[str, Any] = config
         self._tensors = _open_weights(self.path)
+        if quantization:
+            self._tensors = self._dequantised(quantization)
+
+    def _dequantised(self, quantization: Any) -> ElementSource:
+        try:
+            if not isinstance(quantization, Mapping):
+                raise CheckpointError(
+                    f"quantization_config is {quoted(quantization)}; expected an object of options"
+                )
+            return QuantisedTensors(self._tensors, quantization)
+        except CheckpointError as error:
+            self._tensors.close()
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     # Tensors.
 
