@@ -10,7 +10,14 @@ import pytest
 
 from mainspring.base.errors import ConfigError
 from mainspring.cli import bench, main, program
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, add_flag, engine_arguments
+from mainspring.cli.dialect import (
+    Parser,
+    add_common_flags,
+    add_engine_flags,
+    add_flag,
+    engine_arguments,
+    log_level,
+)
 
 SCREEN = 40  # lines
 
@@ -71,10 +78,13 @@ def test_a_file_that_goes_in_circles_is_no_trouble(tmp_path):
 
 def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str]):
     argv = ["--runner", "generate", "--tokenizer_mode=auto", "--nnodes", "1", "-q", "q8", "-tp", "1"]
+    argv += ["--structured-outputs-config.backend", "guidance", "--guided-decoding-backend", "auto"]
     assert engine_arguments(read(*argv)) == {"quantization": "q8", "tensor_parallel_size": 1}
     assert capsys.readouterr().err == ""
-    read("--swap-space", "4", "--disable-log-requests")
-    said = "--swap-space has no effect here\n--disable-log-requests has no effect here\n"
+    read("--swap-space", "4", "--disable-log-requests", "-O3")
+    said = "".join(
+        f"{flag} has no effect here\n" for flag in ("--swap-space", "--disable-log-requests", "-O")
+    )
     assert capsys.readouterr().err == said
 
 
@@ -94,7 +104,9 @@ def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str])
         ),
         (["--max-loras=2"], "--max-loras: adapters (LoRA) are not supported yet; leave it out"),
         (["--headless"], "--headless: many workers are not supported yet; leave it out"),
-        (["-O3"], "unknown flag -O3"),
+        (["--structured-outputs-config.backend", "outlines"], "--structured-outputs-config.backend"),
+        (["--structured-outputs-config.back", "auto"], "--structured-outputs-config.back is not known"),
+        (["--kv-transfer-config.kv_role", "x"], "--kv-transfer-config.kv_role: KV transfer between machines"),
         (["--rope-scaling", "{}"], "--rope-scaling is not supported yet; leave it out"),
     ],
 )
@@ -102,6 +114,13 @@ def test_what_cannot_be_had_is_said_by_name(argv: list[str], line: str):
     with pytest.raises(ConfigError) as refusal:
         read(*argv)
     assert str(refusal.value).startswith(line)
+
+
+def test_how_much_is_logged(monkeypatch: pytest.MonkeyPatch):
+    assert log_level(read("--log-level", "DEBUG", "--verbose")) == "debug"
+    assert log_level(read("--verbose")) == "info"
+    assert log_level(read()) is None
+    assert log_level(read(), "warning") == "warning"
 
 
 # --- help ---------------------------------------------------------------------------------------------------
@@ -143,6 +162,7 @@ def test_help_of_a_word(capsys: pytest.CaptureFixture[str]):
 
 
 def test_help_for_programs(capsys: pytest.CaptureFixture[str]):
+    assert json.loads(shown(capsys, "--help=json"))["commands"].keys() == program.COMMANDS.keys()
     found = json.loads(shown(capsys, "serve", "--help=json"))
     flags = {name: flag for group in found["groups"] for flag in group["flags"] for name in flag["names"]}
     assert found["command"] == "serve"

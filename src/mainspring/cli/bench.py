@@ -23,6 +23,7 @@ from mainspring.cli.dialect import (
     add_flag,
     engine_arguments,
     json_object,
+    log_level,
     nearest,
     real,
 )
@@ -114,7 +115,7 @@ def _throughput(argv: list[str]) -> int:
     if named and hasattr(given, "repeats"):
         first = next(iter(named)).replace("_", "-")
         raise ConfigError(f"--repeats is for the scenarios; leave it out, or --{first}")
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     if not named:
         from mainspring.bench import throughput
 
@@ -139,7 +140,7 @@ def _latency(argv: list[str]) -> int:
     add_common_flags(parser)
     given = parser.read(argv)
     args = LatencyArgs(**_named(given, LATENCY_HELP), seed=getattr(given, "seed", 0))
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     from mainspring.bench import offline
 
     with _bar(args.num_iters_warmup + args.num_iters, "round") as bar:

@@ -32,6 +32,7 @@ SCALES = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20, "g": 1000**3, "G"
 HELP_OF = "--help="  # all, json, a group or a word
 METAVARS: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 WIDEST = 100  # columns of help
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class Parser(argparse.ArgumentParser):
@@ -216,6 +217,24 @@ class _MergeObjects(argparse.Action):
         setattr(namespace, self.dest, _merged(getattr(namespace, self.dest, {}), values))
 
 
+class _FittingObject(_MergeObjects):
+    """One of vLLM's objects, of which some values are what is done here anyway."""
+
+    def __init__(self, *args: Any, values: Mapping[str, tuple[Any, ...]], **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._values = values
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        for key, value in values.items():
+            if key not in self._values:
+                parser.error(f"{option_string}.{key} is not known; there are {', '.join(self._values)}")
+            if value not in (fitting := self._values[key]):
+                shown = " or ".join(map(json.dumps, fitting))
+                parser.error(f"{option_string}.{key} {json.dumps(value)} is not supported yet; give {shown}")
+
+
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(first)
     for key, value in second.items():
@@ -225,7 +244,7 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _is_foreign(action: argparse.Action) -> bool:
-    return isinstance(action, _NoEffect)
+    return isinstance(action, _NoEffect | _FittingObject)
 
 
 def one_spelling(argv: Iterable[str]) -> list[str]:
@@ -424,10 +443,16 @@ def _add_foreign_flags(parser: Parser) -> None:
     group.add_argument(config_file.FLAG, metavar="FILE", help=help)
     parser.set_defaults(no_effect=[])
     for name, takes_value, values in vllm_flags.foreign_flags():
-        forms = [f"--{name}"] if takes_value else [f"--{name}", f"--no-{name}"]
+        dashes = "-" if len(name) == 1 else "--"
+        forms = [dashes + name] if takes_value else [f"--{name}", f"--no-{name}"]
         if parser.flag(forms[0]) is None:
             group.add_argument(
                 *forms, nargs=int(takes_value), action=_NoEffect, values=values, help=argparse.SUPPRESS
+            )
+    for name, allowed in vllm_flags.FITTING_OBJECTS.items():
+        if parser.flag(f"--{name}") is None:
+            group.add_argument(
+                f"--{name}", action=_FittingObject, type=json_object, values=allowed, help=argparse.SUPPRESS
             )
 
 
@@ -456,7 +481,20 @@ def add_common_flags(parser: Parser) -> None:
     group.add_argument(
         "--verbose", action="store_true", default=False, help="log what the engine decides and does"
     )
+    add_log_flag(group, parser)
     add_help_flag(group, parser)
+
+
+def add_log_flag(group: argparse._ArgumentGroup, parser: Parser) -> None:
+    help = "of what is logged at least; default: warning, or MAINSPRING_LOG_LEVEL"
+    shown = help if parser.show_all else argparse.SUPPRESS
+    group.add_argument("--log-level", type=str.lower, choices=LOG_LEVELS, help=shown)
+
+
+def log_level(given: argparse.Namespace, usually: str | None = None) -> str | None:
+    """For `set_up_logging`: what was typed, else `usually`."""
+    chosen: str | None = getattr(given, "log_level", None)
+    return chosen or ("info" if getattr(given, "verbose", False) else usually)
 
 
 def add_help_flag(group: argparse._ArgumentGroup, parser: Parser) -> None:

@@ -26,6 +26,7 @@ from mainspring.cli.dialect import (
     Parser,
     add_common_flags,
     add_engine_flags,
+    log_level,
     model_argument,
 )
 
@@ -163,7 +164,7 @@ def run(argv: list[str]) -> int:
     add_engine_flags(parser)
     add_common_flags(parser)
     given = parser.read(argv)
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     asked = model_argument(given)
     args = EngineArgs.from_mapping(asked)
     found = examine(args)

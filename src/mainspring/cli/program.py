@@ -113,7 +113,7 @@ def _status(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help") or argv == ["help"] or argv[0].startswith("--help="):
-        print(_help())
+        print(_described() if argv == ["--help=json"] else _help())
         return 0
     if argv[0] in ("-V", "--version"):
         print(f"mainspring {__version__}")
@@ -126,6 +126,13 @@ def _run(argv: list[str]) -> int:
     command = importlib.import_module(f"mainspring.cli.{COMMANDS[name].module}")
     status: int = command.run(rest)
     return status
+
+
+def _described() -> str:
+    """For programs; 'COMMAND --help=json' goes on from there."""
+    import json
+
+    return json.dumps({"commands": {name: entry.help for name, entry in COMMANDS.items()}}, indent=1)
 
 
 def _help() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import Parser, add_common_flags
+from mainspring.cli.dialect import Parser, add_common_flags, log_level
 
 if TYPE_CHECKING:
     from mainspring.checkpoint.catalog import Listing
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
             group.add_argument(flag, default=None, metavar="TEXT", help=field.metadata["help"])
     add_common_flags(parser)
     given = parser.read(argv)
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     from mainspring.checkpoint import catalog
 
     if given.name is None:

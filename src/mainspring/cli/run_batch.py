@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineError, RequestError
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments
+from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments, log_level
 from mainspring.cli.serve import add_server_flags
 from mainspring.cli.session import say, standard_input
 from mainspring.server.settings import ServerSettings
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     if given.output_file == STREAM and (given.resume or given.json):
         flag = "--resume" if given.resume else "--json"
         raise RequestError(f"{flag} needs a file: give -o FILE")
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     with _requests(given.input_file) as requests, _answers(given, requests) as (answers, answered):
         return _run(given, requests, answers, answered)
 

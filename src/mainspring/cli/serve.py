@@ -27,6 +27,8 @@ from mainspring.cli.dialect import (
     add_engine_flags,
     add_flag,
     add_help_flag,
+    add_log_flag,
+    log_level,
     model_argument,
 )
 from mainspring.server.settings import ServerSettings
@@ -61,7 +63,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"mainspring serve needs more packages: pip install {' '.join(missing)}")
     settings = server_settings(given)
     args = EngineArgs.from_mapping(_engine_arguments(given))
-    set_up_logging(None if given.quiet else "info")
+    set_up_logging(log_level(given, None if given.quiet else "info"))
     return _serve(args, settings)
 
 
@@ -161,6 +163,7 @@ def _parser(argv: Sequence[str]) -> Parser:
     add_engine_flags(parser, without=OURS)
     group = parser.add_argument_group("and")
     group.add_argument("--quiet", action="store_true", default=False, help="warnings and errors only")
+    add_log_flag(group, parser)
     add_help_flag(group, parser)
     return parser
 

@@ -14,7 +14,7 @@ import msgspec
 from mainspring.base.errors import EngineError, RequestError
 from mainspring.base.log import set_up_logging
 from mainspring.base.params import SamplingParams
-from mainspring.cli.dialect import engine_arguments
+from mainspring.cli.dialect import engine_arguments, log_level
 
 if TYPE_CHECKING:
     from mainspring.base.outputs import CompletionOutput
@@ -49,7 +49,7 @@ class Answer(msgspec.Struct):
 
 def open_model(given: argparse.Namespace) -> LLM:
     """The engine for the flags that were given; fetches the model if it has a name and is not here yet."""
-    set_up_logging("info" if given.verbose else None)
+    set_up_logging(log_level(given))
     from mainspring.frontend.llm import LLM
 
     return LLM(**({"seed": secrets.randbits(63)} | engine_arguments(given)))

@@ -11,29 +11,18 @@ from typing import NamedTuple
 
 from mainspring.base.config import VLLM_ARGUMENTS
 
-# Taken with a warning: with a value, and switches (which have a --no- form too).
+# Taken with a warning: with a value, and switches (which have a --no- form too). "O" is -O.
 NO_EFFECT_VALUES = (
+    *("O", "attention-backend", "compilation-config", "cpu-offload-gb", "cudagraph-capture-sizes"),
     *(
-        "attention-backend",
-        "compilation-config",
-        "cpu-offload-gb",
-        "cudagraph-capture-sizes",
-        "disable-log-level",
-    ),
-    *(
+        "ignore-patterns",
         "max-log-len",
         "max-parallel-loading-workers",
         "max-seq-len-to-capture",
         "model-impl",
-        "numa-bind-nodes",
     ),
-    *(
-        "optimization-level",
-        "performance-mode",
-        "prefix-caching-hash-algo",
-        "swap-space",
-        "uvicorn-log-level",
-    ),
+    *("numa-bind-nodes", "optimization-level", "performance-mode", "prefix-caching-hash-algo"),
+    *("pt-load-map-location", "safetensors-load-strategy", "swap-space", "uvicorn-log-level"),
 )
 NO_EFFECT_SWITCHES = (
     *("disable-cascade-attn", "disable-custom-all-reduce", "disable-frontend-multiprocessing"),
@@ -48,13 +37,26 @@ FITTING = {
     "convert": ("auto", "none"),
     "data-parallel-size-local": ("1",),
     "device": ("auto", "cpu"),
-    "generation-config": ("vllm",),
+    "generation-config": ("auto", "vllm"),
+    "guided-decoding-backend": ("auto", "guidance"),
     "logprobs-mode": ("raw_logprobs",),
+    "max-long-partial-prefills": ("1",),
+    "max-num-partial-prefills": ("1",),
     "nnodes": ("1",),
     "node-rank": ("0",),
     "runner": ("auto", "generate"),
     "stream-interval": ("1",),
     "tokenizer-mode": ("auto", "hf"),
+}
+# The same for objects, by key.
+FITTING_OBJECTS = {
+    "structured-outputs-config": {
+        "backend": ("auto", "guidance"),
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "disable_fallback": (True, False),
+        "reasoning_parser": ("",),
+    },
 }
 # Refused: what is said after the flag.
 MANY_WORKERS = ": many workers are not supported yet; leave it out"
@@ -112,8 +114,6 @@ REFUSED = {
         ),
         " is not supported yet; leave it out",
     ),
-    "O": " has no effect here: kernels are compiled before; leave it out",
-    "log-level": ": give --verbose or --quiet, or set MAINSPRING_LOG_LEVEL in the environment",
 }
 
 
@@ -135,7 +135,7 @@ def foreign_flags() -> list[Foreign]:
 
 def refusal(flag: str) -> str | None:
     """What to say of a flag of vLLM's that cannot be had; None for one that vLLM does not have either."""
-    name = flag.lstrip("-").removeprefix("no-")
+    name = flag.lstrip("-").removeprefix("no-").partition(".")[0]
     words = REFUSED.get(name)
     if words is None and (known := VLLM_ARGUMENTS.get(name.replace("-", "_"))):
         words = f" {known}"
