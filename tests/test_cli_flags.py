@@ -207,6 +207,7 @@ WRONG = {
     "bench throughput --num-prompts 0": "num_prompts 0 must be at least 1",
     "run-batch --input x": "did you mean --input-file?",
     "run-batsh -i x": "did you mean run-batch?",
+    "complete --quik hello": "did you mean --quick?",
     "models remvoe smollm2-135m": "did you mean remove?",
     "bench startup --repeats 0": "--repeats 0 must be at least 1",
 }

@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": Entry("chat", "talk with a model"),
     "generate": Entry("generate", "continue a text"),
     "serve": Entry("serve", "serve a model to clients of the OpenAI API"),
+    "complete": Entry("complete", "continue texts by a server"),
     "run-batch": Entry("run_batch", "answer a file of requests, in OpenAI's batch format"),
     "pull": Entry("pull", "fetch a model into the cache; without a name, list them"),
     "models": Entry("models", "models by name, and what of them is on this disk; remove one"),
