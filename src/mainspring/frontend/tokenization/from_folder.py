@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import tokenizers
 
 from mainspring.base.errors import CheckpointError
@@ -192,8 +193,8 @@ def _from_model(path: Path, folder: ModelFolder) -> Parts:
     return (pieces.bpe_parts if is_bpe else pieces.unigram_parts)(
         pieces.PieceVocabulary(
             tokens=tokens,
-            scores=scores,
-            types=types,
+            scores=np.array(scores, np.float64),
+            types=np.array(types, np.int64),
             named=ids,
             unknown_id=model.unknown_id if model.unknown_id >= 0 else None,
             add_space_prefix=model.add_space_prefix,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.quoting import quoted
@@ -173,8 +175,8 @@ def _vocabulary(keys: _Keys, *, add_bos: bool, add_eos: bool) -> pieces.PieceVoc
     named = keys.named_ids(len(tokens))
     return pieces.PieceVocabulary(
         tokens=tokens,
-        scores=keys.for_each("ggml.scores", float, len(tokens)),
-        types=keys.for_each("ggml.token_type", int, len(tokens)),
+        scores=np.array(keys.for_each("ggml.scores", float, len(tokens)), np.float64),
+        types=np.array(keys.for_each("ggml.token_type", int, len(tokens)), np.int64),
         named=named,
         unknown_id=keys.token_id("unknown", len(tokens)),
         add_space_prefix=keys.flag("add_space_prefix", True),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from mainspring.base.errors import CheckpointError
 from mainspring.frontend.tokenization.pre_tokenizers import Kind
-from mainspring.frontend.tokenization.spelling import CONTINUES, SPACE
+from mainspring.frontend.tokenization.spelling import CONTINUES
 
 Merges = Sequence[tuple[str, str]]
 _GUARD = "\U0010ffff"  # no character: stands for a special token before a text
@@ -78,36 +77,40 @@ def word_pieces(
     return LibraryEncoder(tokenizer)
 
 
-def unigram(
-    pieces: Sequence[tuple[str, float]],
-    unknown_id: int,
-    *,
-    special_ids: frozenset[int],
-    byte_fallback: bool,
-    user_defined: Iterable[str],
-    add_space_prefix: bool,
-    remove_extra_spaces: bool,
-    charsmap: bytes,
-) -> LibraryEncoder:
-    """SentencePiece's unigram model: of all ways to cut a text, the one of the best sum of scores.
+class Unigram:
+    """SentencePiece's unigram model: of all ways to cut a text, the one of the best sum of scores."""
 
-    `pieces[id]` is a piece and its score; special ones are never a part of a text.
-    """
-    hidden = [
-        (f"{_RENAMED}{i}" if i in special_ids else piece, score) for i, (piece, score) in enumerate(pieces)
-    ]
-    try:
-        tokenizer = tokenizers.Tokenizer(models.Unigram(hidden, unknown_id, byte_fallback))
-        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
-    except Exception as error:  # the library has no narrower type
-        raise CheckpointError(f"the vocabulary does not fit itself: {error}") from None
-    if remove_extra_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    scheme = "first" if add_space_prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in user_defined])
-    return LibraryEncoder(tokenizer)
+    def __init__(
+        self,
+        pieces: Sequence[tuple[str, float]],
+        *,
+        hidden_ids: frozenset[int],
+        byte_ids: Mapping[int, int],
+        unknown_id: int,
+    ) -> None:
+        """`pieces[id]` is a piece and its score; `hidden_ids` are never a part of a text. What has no piece
+        becomes bytes, if there are `byte_ids` (byte -> id)."""
+        named = [
+            (f"{_RENAMED}{i}" if i in hidden_ids else piece, score) for i, (piece, score) in enumerate(pieces)
+        ]
+        try:
+            self._tokenizer = tokenizers.Tokenizer(models.Unigram(named, unknown_id))
+        except Exception as error:  # the library has no narrower type
+            raise CheckpointError(f"the vocabulary does not fit itself: {error}") from None
+        self._bytes = byte_ids
+        self._unknown_id = unknown_id
+
+    def __call__(self, text: str) -> list[int]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if not self._bytes or self._unknown_id not in encoding.ids:
+            return encoding.ids
+        found: list[int] = []
+        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if i == self._unknown_id:
+                found += map(self._bytes.__getitem__, text[start:end].encode())
+            else:
+                found.append(i)
+        return found
 
 
 def charsmap_normaliser(charsmap: bytes) -> Callable[[str], str]:

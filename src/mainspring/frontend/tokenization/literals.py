@@ -14,8 +14,8 @@ _END = ""  # the key that says that a text may end here
 _Trie = dict[str, "_Trie"]
 
 
-def pattern_of(texts: Iterable[str]) -> str:
-    """Matches the longest of `texts` at a place; nothing, if there are none. It has no groups.
+def pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest of `texts` at a place; nothing, if there are none. Its one group is the whole.
 
     Raises `CheckpointError` for texts that begin each other in more levels than a pattern can have.
     """
@@ -27,11 +27,9 @@ def pattern_of(texts: Iterable[str]) -> str:
         node[_END] = {}
     trie.pop(_END, None)  # an empty text is found nowhere
     try:
-        pattern = _pattern(trie) or "(?!)"
-        re.compile(pattern)
+        return re.compile(f"({_pattern(trie) or '(?!)'})")
     except RecursionError:
         raise CheckpointError("special tokens begin each other in too many levels") from None
-    return pattern
 
 
 def _pattern(node: _Trie) -> str:

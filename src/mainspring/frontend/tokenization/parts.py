@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.quoting import quoted
@@ -41,15 +44,18 @@ class Parts:
     chat_template: str | None = None
 
 
-def ids_of_types(types: Iterable[int], *wanted: int) -> frozenset[int]:
-    return frozenset(i for i, type_ in enumerate(types) if type_ in wanted)
+def ids_of_types(types: Sequence[int] | npt.NDArray[np.int64], *wanted: int) -> frozenset[int]:
+    return frozenset(np.flatnonzero(np.isin(types, wanted)).tolist())
 
 
 def numbered(tokens: Sequence[str], without: frozenset[int], key: str) -> dict[str, int]:
     """Token -> id. Raises `CheckpointError`, naming `key`, for two that are the same."""
-    found = {token: i for i, token in enumerate(tokens)}
-    if without:
-        found = {token: i for i, token in enumerate(tokens) if i not in without}
+    found = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(found) == len(tokens):
+        for i in without:
+            del found[tokens[i]]
+        return found
+    found = {token: i for i, token in enumerate(tokens) if i not in without}
     if len(found) != len(tokens) - len(without):
         raise CheckpointError(_first_duplicate(tokens, without, key))
     return found

@@ -1,23 +1,22 @@
-"""SentencePiece's BPE: text to ids from pieces and their scores alone.
+"""SentencePiece: what it does to a text, and its BPE, from pieces and their scores alone.
 
-Of all neighbours whose concatenation is a piece, those with the best score are joined first, the leftmost
-among equals, until none are left. What then is no piece becomes its UTF-8 bytes, where the vocabulary has
-tokens for bytes, or else the unknown token, one for a whole run.
+A text is normalised, gets a space in front, and spaces become U+2581. Texts that users have defined are found
+first. What is between them is cut into pieces by the model: `BytePairs` here, or the library's unigram model.
+
+Byte pairs: of all neighbours whose concatenation is a piece, those with the best score are joined first, the
+leftmost among equals, until none are left. What then is no piece becomes its UTF-8 bytes, where the
+vocabulary has tokens for bytes, or else the unknown token, one for a whole run.
 
 Tables of merges, which other libraries want, say nearly the same, but not quite: a piece that can be made of
 two pairs has one score and would have two ranks. They would take seconds to make for a vocabulary of a
 quarter million, and a second to read if they were kept; pieces and scores are there as soon as the file is
 read.
-
-Text is cut into words first, where no piece could span the cut: before a space, but for the characters that
-some piece has before one. What is joined on one side of such a cut cannot depend on the other. Words come
-again, so their ids are remembered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from mainspring.frontend.tokenization.literals import pattern_of
@@ -26,36 +25,25 @@ from mainspring.frontend.tokenization.spelling import SPACE
 LONGEST_REMEMBERED = 64  # characters
 MOST_REMEMBERED = 1 << 16  # words
 
+Cutter = Callable[[str], list[int]]  # a text with U+2581 for spaces -> ids of its pieces
+
 
 class SentencePieceEncoder:
-    """Immutable but for its memory, safe to use from several threads."""
-
     def __init__(
         self,
-        ids: Mapping[str, int],
-        costs: Mapping[str, float],
+        cutter: Cutter,
         *,
         user_defined: Mapping[str, int],
-        byte_ids: Mapping[int, int],
-        unknown_id: int | None,
         add_space_prefix: bool,
         remove_extra_spaces: bool,
         normalise: Callable[[str], str] | None = None,
     ) -> None:
-        """`ids` and `costs` (scores, negated) of ordinary pieces. `byte_ids`: byte -> id, of all bytes or
-        none. `unknown_id` None: what has no id is left out."""
-        self._ids = ids
-        self._costs = costs
+        self._cutter = cutter
         self._user_defined = {text.replace(" ", SPACE): i for text, i in user_defined.items()}
-        self._bytes = byte_ids
-        self._unknown_id = unknown_id
+        self._fixed = pattern_of(self._user_defined)
         self._prefix = SPACE if add_space_prefix else ""
         self._remove_extra_spaces = remove_extra_spaces
         self._normalise = normalise
-        self._fixed = re.compile(f"({pattern_of(self._user_defined)})")
-        before_space = {found for token in ids for found in re.findall(f"(?s)(.){SPACE}", token)}
-        self._cut = re.compile(f"(?<=[^{re.escape(''.join(sorted(before_space | {SPACE})))}])(?={SPACE})")
-        self._words: dict[str, list[int]] = {}
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Every text gets the space in front, whether a special token comes before it or nothing."""
@@ -69,9 +57,41 @@ class SentencePieceEncoder:
         for i, piece in enumerate(self._fixed.split(self._prefix + text.replace(" ", SPACE))):
             if i % 2:
                 found.append(self._user_defined[piece])
-            else:
-                for word in self._cut.split(piece):
-                    found += self._word(word)
+            elif piece:
+                found += self._cutter(piece)
+        return found
+
+
+class BytePairs:
+    """Immutable but for its memory, safe to use from several threads.
+
+    Text is cut into words first, where no piece could span the cut: before a space, but for the characters
+    that some piece has before one. What is joined on one side of such a cut cannot depend on the other. Words
+    come again, so their ids are remembered.
+    """
+
+    def __init__(
+        self,
+        ids: Mapping[str, int],
+        costs: Sequence[float],
+        *,
+        byte_ids: Mapping[int, int],
+        unknown_id: int | None,
+    ) -> None:
+        """`ids`: of ordinary pieces. `costs`: their scores, negated, by id. `byte_ids`: byte -> id, of all
+        bytes or none. `unknown_id` None: what has no id is left out."""
+        self._ids = ids
+        self._costs = costs
+        self._bytes = byte_ids
+        self._unknown_id = unknown_id
+        joined = {SPACE, *re.findall(f"(?s)(.){SPACE}", "\0".join(ids))}  # what a piece has before a space
+        self._cut = re.compile(f"(?<=[^{re.escape(''.join(sorted(joined)))}])(?={SPACE})")
+        self._words: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        found: list[int] = []
+        for word in self._cut.split(text):
+            found += self._word(word)
         return found if self._bytes else self._fused(found)
 
     def _word(self, word: str) -> list[int]:
@@ -86,12 +106,12 @@ class SentencePieceEncoder:
 
     def _joined(self, word: str) -> list[str]:
         """The pieces that `word` becomes."""
-        costs = self._costs
+        find, costs = self._ids.get, self._costs
         pieces = list(word)  # "" for one that was joined to the one on its left
         end = len(pieces)
         after, before = list(range(1, end + 1)), list(range(-1, end - 1))
         heap = [  # cost of joining, where, how long it will be
-            (cost, i, 2) for i in range(end - 1) if (cost := costs.get(word[i : i + 2])) is not None
+            (costs[id_], i, 2) for i in range(end - 1) if (id_ := find(word[i : i + 2])) is not None
         ]
         heapify(heap)
         while heap:
@@ -104,10 +124,10 @@ class SentencePieceEncoder:
             j = after[i] = after[j]
             if j < end:
                 before[j] = i
-                if (cost := costs.get(joined + pieces[j])) is not None:
-                    heappush(heap, (cost, i, length + len(pieces[j])))
-            if (j := before[i]) >= 0 and (cost := costs.get(pieces[j] + joined)) is not None:
-                heappush(heap, (cost, j, length + len(pieces[j])))
+                if (id_ := find(joined + pieces[j])) is not None:
+                    heappush(heap, (costs[id_], i, length + len(pieces[j])))
+            if (j := before[i]) >= 0 and (id_ := find(pieces[j] + joined)) is not None:
+                heappush(heap, (costs[id_], j, length + len(pieces[j])))
         return [piece for piece in pieces if piece]
 
     def _ids_of(self, pieces: list[str]) -> list[int]:
