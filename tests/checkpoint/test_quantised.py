@@ -10,16 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_llama
 from safetensors.numpy import save_file
 
 from mainspring.base.errors import CheckpointError
-from mainspring.base.params import SamplingParams
 from mainspring.checkpoint.folder import ModelFolder
-from mainspring.frontend.llm import LLM
 
 OUTPUTS, INPUTS, GROUP = 24, 64, 16
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, in the order in which a word has them, lowest bits first
 Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packed weights are not kept for anybody."""
+    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path / "cache"))
 
 
 # ---- the formats' definitions ------------------------------------------------------------------------------
@@ -249,51 +254,19 @@ def test_what_becomes_of_them_is_said_once(tmp_path: Path, caplog: pytest.LogCap
 
 # ---- a whole model -----------------------------------------------------------------------------------------
 
-CONFIG = {
-    **{"model_type": "llama", "vocab_size": 40, "hidden_size": 64, "intermediate_size": 96},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 0},
-}
-SHAPES = {
-    **{"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)},
-    **{"self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64)},
-    "mlp.down_proj": (64, 96),
-}
-
 
 @pytest.mark.parametrize("kernels", ["numpy", "auto"])
 def test_a_model_computes_as_with_plain_weights(kernels: str, tmp_path: Path) -> None:
     """The same folder twice, quantised and not: the same tokens and, to the last bit, the same logprobs."""
-    rng = np.random.default_rng(7)
-    plain = {
-        "model.embed_tokens.weight": rng.standard_normal((40, 64)).astype(np.float32),
-        "model.norm.weight": np.ones(64, np.float32),
-    }
-    layers, values = {}, {}
-    for i in range(2):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            plain[f"model.layers.{i}.{name}.weight"] = np.ones(64, np.float32)
-        for j, (name, (outputs, inputs)) in enumerate(SHAPES.items()):
+    stored, values = tiny_llama.vectors(), tiny_llama.vectors()
+    for i, layer in enumerate(tiny_llama.LAYERS):
+        for j, (name, (outputs, inputs)) in enumerate(tiny_llama.MATRICES.items()):
             q = Quantised(4, in_order(inputs), outputs=outputs, seed=10 * i + j)
-            layers[f"model.layers.{i}.{name}"] = gptq(q, 4)
-            values[f"model.layers.{i}.{name}.weight"] = q.values
-    quantised = folder(tmp_path / "q", layers, None, plain)
-    (quantised / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": GPTQ}))
-    other = folder(tmp_path / "p", {}, None, plain | values)
-    (other / "config.json").write_text(json.dumps(CONFIG))
-    said = []
-    for path in (quantised, other):
-        with LLM(
-            str(path),
-            skip_tokenizer_init=True,
-            in_process=True,
-            kernels=kernels,
-            kv_cache_memory_bytes=1 << 20,
-        ) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
-            (answer,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
-            said.append((answer.outputs[0].token_ids, answer.outputs[0].cumulative_logprob))
-    assert said[0] == said[1]
+            stored |= {f"{layer}.{name}.{part}": value for part, value in gptq(q, 4).items()}
+            values[f"{layer}.{name}.weight"] = q.values
+    quantised = tiny_llama.write(tmp_path / "q", stored, {**tiny_llama.CONFIG, "quantization_config": GPTQ})
+    plain = tiny_llama.write(tmp_path / "p", values)
+    assert tiny_llama.said(quantised, kernels) == tiny_llama.said(plain, kernels)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
