@@ -81,12 +81,14 @@ def from_config(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises `CheckpointError` naming the key that is missing, wrong or unknown.
     """
-    return _from_config({"model_type": None, **config}, None, None).spec
+    return _from_config(config, None, None).spec
 
 
 def _from_config(config: Mapping[str, Any], source: TensorSource | None, max_model_len: int | None) -> Model:
     keys = Keys(config)
-    family = keys.one_of("model_type", CONFIG_FAMILIES)
-    model = CONFIG_FAMILIES[family](ModelFile(keys, source, False, max_model_len))
+    adapter: Adapter = unnamed
+    if "model_type" in keys or source is not None:
+        adapter = CONFIG_FAMILIES[keys.one_of("model_type", CONFIG_FAMILIES)]
+    model = adapter(ModelFile(keys, source, False, max_model_len))
     keys.refuse_rest(CONFIG_NEUTRAL, CONFIG_SILENT)
     return model

@@ -14,7 +14,7 @@ from mainspring.base.errors import CheckpointError
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.model import Model, names_of
 from mainspring.models.families.names import CONFIG_NAMES, GGUF_NAMES, LAYER_TYPES
-from mainspring.models.families.rope import config_rope, gguf_rope
+from mainspring.models.families.rope import SCALINGS, config_rope, gguf_rope
 from mainspring.models.spec import AttnSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from mainspring.models.views import TensorSource, View
 
@@ -81,29 +81,32 @@ class ModelFile:
         theta: float = 10_000.0,
         layer_type: str | None = None,
         partial: bool = False,
+        scalings: tuple[str, ...] = SCALINGS,
     ) -> RopeSpec:
         """With the scaling that a config names. interleaved: the order of rows of Q and K. theta: where the
         file does not say. layer_type: of which layers, in families whose configs have several. partial: a
-        config may say that only a part of each head turns."""
+        config may say that only a part of each head turns. scalings: those that it may name."""
         if self.is_gguf:
             return gguf_rope(self, head_size, interleaved, theta)
-        return config_rope(self, head_size, interleaved, theta, layer_type, partial)
+        return config_rope(self, head_size, interleaved, theta, layer_type, partial, scalings)
 
-    def windows(self, default: Sequence[bool] | None = None) -> list[int | None]:
+    def windows(self, default: Sequence[bool] | None = None, size: int | None = None) -> list[int | None]:
         """Each layer's window. Without a list of layers' kinds in the config `default` says which have one;
-        None: all, where there is a `sliding_window`."""
-        window = self.window()
-        return [window if has else None for has in self.windowed(default)]
+        None: all, where there is a `sliding_window`. size: see `window`."""
+        window = self.window(size)
+        return [window if has else None for has in self.windowed(default, size)]
 
-    def window(self) -> int | None:
-        """None where there is none, and where the file does not say."""
+    def window(self, default: int | None = None) -> int | None:
+        """default: what configs of this family mean that do not say; null is none."""
         if self.is_gguf and self.keys.get("sliding_window") == 0:
             return None
+        if not self.is_gguf and not self.keys.says("sliding_window"):
+            return default
         return self.keys.count("sliding_window") if "sliding_window" in self.keys else None
 
-    def windowed(self, default: Sequence[bool] | None = None) -> list[bool]:
+    def windowed(self, default: Sequence[bool] | None = None, size: int | None = None) -> list[bool]:
         """Which layers have a window; see `windows`."""
-        keys, num_layers, window = self.keys, self.num_layers(), self.window()
+        keys, num_layers, window = self.keys, self.num_layers(), self.window(size)
         if self.is_gguf and isinstance(pattern := keys.get("sliding_window_pattern"), list):
             if len(pattern) != num_layers or not all(isinstance(one, bool) for one in pattern):
                 raise keys.refusal("sliding_window_pattern", "true or false for each layer")

@@ -18,6 +18,7 @@ from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, RopeSpec
 from mainspring.models.views import View
 
 LOCAL_THETA: Final = 10_000.0
+WINDOW: Final = 4096  # where a config does not say
 CONFIG_NAMES: Final = {
     "attn_post_norm": "model.layers.{}.post_attention_layernorm",
     "mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
@@ -54,7 +55,7 @@ def gemma3(file: ModelFile) -> Model:
         scale=_scale(file, head_size, num_layers_of_27b=62),
         qk_norm="head",
     )
-    local = replace(attn, rope=_local_rope(file, head_size), sliding_window=file.window())
+    local = replace(attn, rope=_local_rope(file, head_size), sliding_window=file.window(WINDOW))
     attns = [local if has else attn for has in _windowed(file, period=6)]
     cap = keys.positive("final_logit_softcapping") if "final_logit_softcapping" in keys else 0.0
     keys.one_of("use_bidirectional_attention", (False,), False)
@@ -84,12 +85,10 @@ def _windowed(file: ModelFile, period: int) -> list[bool]:
     keys = file.keys
     given = keys.get("sliding_window_pattern")
     if file.is_gguf and isinstance(given, list):
-        if len(given) != file.num_layers() or not all(isinstance(one, bool) for one in given):
-            raise keys.refusal("sliding_window_pattern", "a number, or true or false for each layer")
-        return file.windowed(given)
+        return file.windowed()
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         period = keys.count(key, period)
-    return file.windowed([bool((layer + 1) % period) for layer in range(file.num_layers())])
+    return file.windowed([bool((layer + 1) % period) for layer in range(file.num_layers())], WINDOW)
 
 
 def _scale(file: ModelFile, head_size: int, num_layers_of_27b: int) -> float:

@@ -28,10 +28,15 @@ class Keys:
             for key, value in values.items()
             if key.startswith(prefix) and value is not None
         }
+        self._null = {key[len(prefix) :] for key, value in values.items() if value is None}
         self._asked: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self._spelled(key) in self._values
+
+    def says(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self or self._spelled(key) in self._null
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is; a key whose value is null is not there."""

@@ -6,7 +6,6 @@ Only layers without one turn long contexts otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -28,19 +27,20 @@ def olmo2(file: ModelFile) -> Model:
 
 
 def olmo3(file: ModelFile) -> Model:
-    attn = _attention(file, 10_000.0 if file.is_gguf else 500_000.0)
-    if "sliding_window" not in file.keys:
-        file.keys.count("sliding_window")
+    attn = _attention(file, 10_000.0 if file.is_gguf else 500_000.0, "full_attention")
     default = [bool((layer + 1) % WINDOWS_BUT) for layer in range(file.num_layers())]
     local = replace(attn, rope=_local_rope(file, attn))
-    attns = [replace(local, sliding_window=window) if window else attn for window in file.windows(default)]
+    attns = [
+        replace(local, sliding_window=window) if window else attn for window in file.windows(default, 4096)
+    ]
     return _olmo(file, "olmo3", attns)
 
 
-def _attention(file: ModelFile, theta: float) -> AttnSpec:
+def _attention(file: ModelFile, theta: float, layer_type: str | None = None) -> AttnSpec:
     return plain_attention(
         file,
         theta=theta,
+        layer_type=layer_type,
         qk_norm="row",
         qkv_bias=file.has_bias("wq", "attention_bias"),
         out_bias=file.has_bias("wo", "attention_bias"),
@@ -48,8 +48,7 @@ def _attention(file: ModelFile, theta: float) -> AttnSpec:
 
 
 def _local_rope(file: ModelFile, attn: AttnSpec) -> RopeSpec:
-    given = file.keys.get("rope_parameters")
-    if isinstance(given, Mapping) and "sliding_attention" in given:
+    if "rope_parameters" in file.keys:
         return file.rope(attn.head_size, theta=500_000.0, layer_type="sliding_attention")
     assert attn.rope is not None
     return replace(attn.rope, factors=(), amplitude=1.0)

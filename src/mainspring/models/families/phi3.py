@@ -11,6 +11,7 @@ from dataclasses import replace
 from mainspring.models.families.file import ModelFile
 from mainspring.models.families.fused import fused_rows
 from mainspring.models.families.model import Model
+from mainspring.models.families.rope import LONGROPE
 from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, RopeSpec
 from mainspring.models.views import View
 
@@ -69,7 +70,7 @@ def _rope(file: ModelFile, head_size: int) -> tuple[RopeSpec, frozenset[str]]:
     """And the tensors that are not used: the other list of factors."""
     keys = file.keys
     keys.get("original_max_position_embeddings")  # also there where nothing is scaled
-    rope = file.rope(head_size, partial=True)
+    rope = file.rope(head_size, partial=True, scalings=LONGROPE)
     held = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}) & file.tensors
     if not file.is_gguf or not held:
         return rope, frozenset()

@@ -7,7 +7,7 @@ request is is decided at start, by the longest that there may be: keys in the ca
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.names import LAYER_TYPES
@@ -17,13 +17,23 @@ if TYPE_CHECKING:
     from mainspring.models.families.file import ModelFile
 
 
+SCALINGS: Final = ("default", "linear", "llama3", "yarn")  # of most families
+LONGROPE: Final = ("default", "longrope", "su")  # of Phi's
+
+
 class Scaling(NamedTuple):
     factors: tuple[float, ...] = ()  # of each frequency; empty: 1
     amplitude: float = 1.0
 
 
 def config_rope(
-    file: ModelFile, head_size: int, interleaved: bool, theta: float, layer_type: str | None, partial: bool
+    file: ModelFile,
+    head_size: int,
+    interleaved: bool,
+    theta: float,
+    layer_type: str | None,
+    partial: bool,
+    scalings: tuple[str, ...],
 ) -> RopeSpec:
     """Of `rope_theta` and `rope_scaling`, or of `rope_parameters`: both in one, by type of layer if
     `layer_type` says of which."""
@@ -42,6 +52,9 @@ def config_rope(
         raise said.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
     if rotary_dim != head_size and not partial:
         raise said.refusal("partial_rotary_factor", "1: models of this family turn whole heads")
+    kind = "rope_type" if "rope_type" in inner else "type"
+    if inner.get(kind, "default") not in scalings:
+        raise inner.refusal(kind, f"one of {', '.join(scalings)}")
     factors, amplitude = _scaling(file, inner, base, rotary_dim)
     inner.refuse_rest({})
     return RopeSpec(rotary_dim, base, interleaved, factors, amplitude=amplitude)
@@ -50,8 +63,6 @@ def config_rope(
 def _scaling(file: ModelFile, inner: Keys, base: float, rotary_dim: int) -> Scaling:
     said = inner.get("type", "default")
     match inner.get("rope_type", said):
-        case "default":
-            return Scaling()
         case "linear":
             return Scaling((inner.positive("factor"),) * (rotary_dim // 2))
         case "llama3":
@@ -61,7 +72,7 @@ def _scaling(file: ModelFile, inner: Keys, base: float, rotary_dim: int) -> Scal
         case "longrope" | "su":
             return _longrope(file, inner, rotary_dim)
         case _:
-            raise inner.refusal("rope_type", "default, linear, llama3, yarn or longrope")
+            return Scaling()
 
 
 def _config_yarn(file: ModelFile, inner: Keys, base: float, rotary_dim: int) -> Scaling:
