@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.hf_config import read_object
-from mainspring.checkpoint.quantised import QuantisedTensors
 from mainspring.checkpoint.quoting import quoted
 from mainspring.checkpoint.safetensors import (
     INDEX_FILE,
@@ -69,6 +68,8 @@ class ModelFolder(RoutedTensors):
             self._tensors = self._dequantised(quantization)
 
     def _dequantised(self, quantization: Any) -> ElementSource:
+        from mainspring.checkpoint.quantised import QuantisedTensors  # few folders need it
+
         try:
             if not isinstance(quantization, Mapping):
                 raise CheckpointError(
