@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mainspring.base.errors import ConfigError
-from mainspring.cli import bench, main, program
+from mainspring.cli import bench, main, program, serve
 from mainspring.cli.dialect import (
     Parser,
     add_common_flags,
@@ -116,6 +118,55 @@ def test_what_cannot_be_had_is_said_by_name(argv: list[str], line: str):
     assert str(refusal.value).startswith(line)
 
 
+# What users of vLLM pass to a server, with a value where it takes one.
+VLLM = """
+--model=a --served-model-name=a --tokenizer=a --tokenizer-mode=auto --revision=a --tokenizer-revision=a
+--trust-remote-code --dtype=auto --quantization=q8 -q=q8 --load-format=auto --download-dir=a --hf-token=a
+--hf-overrides={} --max-model-len=auto --seed=0 --max-logprobs=5 --logprobs-mode=raw_logprobs
+--generation-config=auto --override-generation-config={} --skip-tokenizer-init --enforce-eager --runner=auto
+--convert=auto --pooler-config={} --block-size=16 --gpu-memory-utilization=0.9 --kv-cache-memory-bytes=1g
+--num-gpu-blocks-override=9 --kv-cache-dtype=auto --enable-prefix-caching --no-enable-prefix-caching
+--prefix-caching-hash-algo=sha256 --max-num-seqs=4 --max-num-batched-tokens=2k --enable-chunked-prefill
+--long-prefill-token-threshold=4 --scheduling-policy=fcfs --async-scheduling --stream-interval=1
+--max-num-queued-reqs=5 --max-num-queued-tokens=5 -tp=1 -pp=1 -dp=1 --data-parallel-size-local=1
+--data-parallel-address=a --data-parallel-rpc-port=1 --data-parallel-start-rank=0 --data-parallel-backend=mp
+--distributed-executor-backend=mp --nnodes=1 --node-rank=0 --master-addr=a --master-port=1 --headless
+--api-server-count=1 --structured-outputs-config={} --structured-outputs-config.backend=guidance
+--reasoning-parser=a --speculative-config={} -sc={} --spec-method=a --spec-model=a --spec-tokens=1
+--host=a --port=1 --uds=a --root-path=a --api-key=a --allowed-origins=["a"] --allowed-methods=["a"]
+--allowed-headers=["a"] --allow-credentials --ssl-keyfile=a --ssl-certfile=a --ssl-ca-certs=a
+--ssl-cert-reqs=0
+--chat-template=a --chat-template-content-format=auto --default-chat-template-kwargs={}
+--default-chat-template-kwargs.a=1 --trust-request-chat-template --response-role=a --enable-auto-tool-choice
+--tool-call-parser=a --enable-request-id-headers --enable-force-include-usage --enable-prompt-tokens-details
+--enable-server-load-tracking --enable-tokenizer-info-endpoint --enable-per-request-metrics
+--sse-keep-alive-interval=1 --return-tokens-as-token-ids --disable-fastapi-docs --uvicorn-log-level=info
+--disable-uvicorn-access-log --disable-access-log-for-endpoints=/a --enable-log-requests --max-log-len=5
+--disable-log-stats --log-level=info --log-config-file=a --otlp-traces-endpoint=a
+--collect-detailed-traces=all
+--shutdown-timeout=1 --middleware=a --use-tqdm-on-load --fingerprint-mode=a
+--disable-custom-all-reduce --enable-expert-parallel --compilation-config={} -O=3 --optimization-level=2
+--cudagraph-capture-sizes=1 --attention-backend=a --swap-space=4 --disable-log-requests --enable-sleep-mode
+--cpu-offload-gb=1 --numa-bind --performance-mode=a --model-impl=auto
+--enable-lora --max-loras=1 --lora-modules=a --limit-mm-per-prompt={} --mm-processor-kwargs={}
+--mamba-cache-dtype=a --enable-eplb --eplb-config={} --kv-transfer-config={} --weight-transfer-config={}
+"""
+
+
+@pytest.mark.parametrize("word", VLLM.split())
+def test_no_flag_of_vllm_is_a_stranger(word: str):
+    """Each sets something, or is taken with a word, or is refused by its name."""
+    flag, _, value = word.partition("=")
+    words = [flag, value] if value else [flag]
+    refused = None
+    try:
+        serve._parser(words).read(words)
+    except ConfigError as refusal:
+        refused = str(refusal)
+    name = flag.partition(".")[0]
+    assert refused is None or (refused.startswith(name) and "not supported yet" in refused)
+
+
 def test_how_much_is_logged(monkeypatch: pytest.MonkeyPatch):
     assert log_level(read("--log-level", "DEBUG", "--verbose")) == "debug"
     assert log_level(read("--verbose")) == "info"
@@ -171,6 +222,13 @@ def test_help_for_programs(capsys: pytest.CaptureFixture[str]):
     assert flags["--enable-prefix-caching"] == flags["--no-enable-prefix-caching"]
     assert flags["--enable-prefix-caching"]["takes"] is None
     assert "--swap-space" not in flags
+
+
+def test_the_document_of_flags_is_current():
+    script = Path(__file__).parents[1] / "docs" / "make_flags.py"
+    made = runpy.run_path(str(script))
+    current = made["DOCUMENT"].read_text() == made["document"]()
+    assert current, "run python docs/make_flags.py"
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Forecast(msgspec.Struct, kw_only=True):
     kv_bytes_per_token: int  # of the layers that keep all of them; windows need less
     kv_pool_bytes: int
     num_kv_blocks: int = 0
-    num_kv_tokens: int = 0  # of requests that are longer than any window
+    num_kv_tokens: int = 0  # that the pool holds
     max_model_len: int = 0  # that a request would be allowed
     max_concurrency: float = 0.0  # so many requests of that length fit at once
     chunked_prefill: bool = True
@@ -189,8 +189,10 @@ def _fill(result: Forecast, pool: KVCacheConfig, config: EngineConfig, in_flight
     usable = pool.num_blocks - 1
     result.num_kv_blocks = pool.num_blocks
     result.kv_pool_bytes = pool.num_blocks * pool.bytes_per_block
-    result.num_kv_tokens = usable // max(1, len(pool.groups)) * pool.block_size
     fitting = msgspec.structs.replace(config, fit_max_model_len=True)
     result.max_model_len = fit_max_model_len(fitting, pool, in_flight_tokens)
     each = blocks_for(pool, result.max_model_len, in_flight_tokens)
     result.max_concurrency = round(usable / each, 2)
+    result.num_kv_tokens = usable * pool.block_size
+    if len(pool.groups) > 1:  # with windows: of requests of that length
+        result.num_kv_tokens = usable * result.max_model_len // each
