@@ -130,7 +130,7 @@ def test_a_model_file_of_sentencepiece(name: str, texts: list[str], tmp_path: Pa
 @pytest.mark.slow
 def test_gemma(texts: list[str], tmp_path: Path) -> None:
     """Of the GGUF file's 262,144 tokens; the reference is SentencePiece with the same pieces and scores."""
-    with GGUFFile(pull("gemma-3-270m", progress=False)) as file:
+    with GGUFFile(pull("gemma3-270m", progress=False)) as file:
         tokenizer = Tokenizer.from_gguf(file)
         names = {"tokens": "tokens", "scores": "scores", "types": "token_type"}
         given = {name: file.metadata[f"tokenizer.ggml.{key}"] for name, key in names.items()}

@@ -17,7 +17,6 @@ more output rows than there are tokens.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from mainspring.base.errors import RequestError
@@ -47,7 +46,7 @@ class Tokenizer:
         self.add_bos_token = parts.bos_token_id is not None and parts.bos_token_id in parts.prefix_ids
         self._bytes: dict[int, bytes] = {}  # filled as ids are met
         self._special_of = {parts.tokens[i]: i for i in parts.special_ids}
-        self._special_pattern = pattern_of(self._special_of)
+        self._specials = pattern_of(self._special_of)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -97,24 +96,33 @@ class Tokenizer:
 
         Every character, so that no part of it can become another special token together with its neighbours.
         """
-        return re.sub(self._special_pattern, lambda match: "".join(mark + c for c in match[0]), text)
+        return self._specials.sub(lambda match: "".join(mark + c for c in match[0]), text)
 
     def _cut_at_specials(self, text: str, mark: str) -> list[int]:
         """Ids of `text`: special tokens where their texts are, but for those that are marked."""
-        unmarked = f"(?<!{re.escape(mark)})" if mark else ""
-        # The group makes `split` return text and special tokens in turn.
-        pieces = re.split(f"{unmarked}({self._special_pattern})", text)
-        specials = [self._special_of[piece] for piece in pieces[1::2]]
         ids: list[int] = []
-        for i, piece in enumerate(pieces[::2]):
-            if i and specials[i - 1] in self._parts.strip_right_ids:
-                piece = piece.lstrip(_WHITE_SPACE)
-            if i < len(specials) and specials[i] in self._parts.strip_left_ids:
-                piece = piece.rstrip(_WHITE_SPACE)
-            if piece:
-                ids += self._parts.encoder.encode(piece.replace(mark, "") if mark else piece, i == 0)
-            ids += specials[i : i + 1]
-        return ids
+        before: int | None = None  # the special token that a piece follows
+        start = look_from = 0
+        while found := self._specials.search(text, look_from):
+            if mark and text.endswith(mark, 0, found.start()):
+                look_from = found.start() + 1
+                continue
+            special = self._special_of[found[0]]
+            ids += self._between(before, text[start : found.start()], special, mark)
+            ids.append(special)
+            before, start = special, found.end()
+            look_from = start
+        return ids + self._between(before, text[start:], None, mark)
+
+    def _between(self, before: int | None, text: str, after: int | None, mark: str) -> list[int]:
+        """Ids of the text between two special tokens, or none of them."""
+        if before in self._parts.strip_right_ids:
+            text = text.lstrip(_WHITE_SPACE)
+        if after in self._parts.strip_left_ids:
+            text = text.rstrip(_WHITE_SPACE)
+        if mark:
+            text = text.replace(mark, "")
+        return self._parts.encoder.encode(text, before is None) if text else []
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         prefix = list(self._parts.prefix_ids)
