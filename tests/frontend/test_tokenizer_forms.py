@@ -31,11 +31,6 @@ USER_DEFINED = ["<b>", "\u2581\u2581"]
 PIECES = ["\u2581", "a", "b", "c", "ab", "bc", "\u2581a", "\u2581ab", "abc", "x", "xx", "xxx", "\u20ac"]
 TOKENS = [*SPECIALS, *BYTES, *USER_DEFINED, *PIECES]
 TYPES = dict.fromkeys(SPECIALS, 3) | {"<unk>": 2} | dict.fromkeys(BYTES, 6) | dict.fromkeys(USER_DEFINED, 4)
-    **dict.fromkeys(SPECIALS, 3),
-    "<unk>": 2,
-    **dict.fromkeys(BYTES, 6),
-    **dict.fromkeys(USER_DEFINED, 4),
-}
 MARK = "\U000f0000"
 
 
