@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from mainspring.base.errors import CheckpointError
-from mainspring.checkpoint import catalog, fetching
+from mainspring.checkpoint import catalog, fetching, pinned
 from mainspring.checkpoint.catalog import CatalogueEntry, list_models, pull, remove, resolve_model
-from mainspring.checkpoint.fetching import Piece, PinnedFile
+from mainspring.checkpoint.pinned import Piece, PinnedFile
 
 CONTENT = random.Random(1).randbytes(700_000)
 MEMBER = "toy_in_a_wheel/toy.gguf"
@@ -530,7 +530,7 @@ def test_a_file_put_there_by_hand_is_checked_once(toy: Path, monkeypatch: pytest
     toy.parent.mkdir(parents=True)
     toy.write_bytes(CONTENT)
     assert resolve_model("toy") == toy
-    monkeypatch.setattr(fetching, "_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(pinned, "sha256_of", lambda _: pytest.fail("read again"))
     assert resolve_model("toy") == toy
     assert [entry.name for entry, path in list_models() if path == toy] == ["toy"]
 

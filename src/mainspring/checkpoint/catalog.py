@@ -1,6 +1,6 @@
 """Names for models: of the catalogue, of the hub, of files and folders; and what is in the cache.
 
-An entry of the catalogue is a model that anybody can get, pinned byte by byte (`fetching.py`). Names of the
+An entry of the catalogue is a model that anybody can get, pinned byte by byte (`pinned.py`). Names of the
 hub are `hub.py`'s. Everything else is a path.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mainspring.base.errors import CheckpointError
-from mainspring.checkpoint.fetching import (
+from mainspring.checkpoint.hub import find_on_hub, is_hub_name
+from mainspring.checkpoint.pinned import (
     Piece,
     PinnedFile,
-    fetch_files,
     is_whole,
     lock_path,
     locked,
@@ -173,8 +173,6 @@ def resolve_model(
 
     Raises `CheckpointError` that says what would be right.
     """
-    from mainspring.checkpoint.hub import find_on_hub, is_hub_name
-
     name = os.fspath(model)
     entry = CATALOGUE.get(name)
     path = None if entry is not None else _existing(name)
@@ -240,8 +238,6 @@ def pull(
     Raises `CheckpointError`: unknown name, no source reachable, checksum, disk. On KeyboardInterrupt what was
     downloaded so far stays, and the next pull goes on from there.
     """
-    from mainspring.checkpoint.hub import find_on_hub, is_hub_name
-
     if name not in CATALOGUE and is_hub_name(name):
         return find_on_hub(name, True, cache_dir, revision=revision, token=token, progress=progress)
     if name not in CATALOGUE:
@@ -262,6 +258,8 @@ def pull(
         with locked(path, progress):
             # Another process may have brought some while this one waited.
             if missing := _missing(entry, cache_dir):
+                from mainspring.checkpoint.fetching import fetch_files  # much is imported for it
+
                 fetch_files(entry.name, missing, progress)
     except OSError as error:
         raise CheckpointError(_disk_trouble(entry, path, error)) from None

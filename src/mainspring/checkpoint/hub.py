@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
-from mainspring.checkpoint.fetching import PROBE_S, hub_endpoint, is_offline
 from mainspring.checkpoint.folder import CONFIG_FILE, PICKLES, SETTINGS_FILES, WEIGHTS_FILE
 from mainspring.checkpoint.gguf import PART_NAME
 from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+PROBE_S = 2.0  # for a hub to answer at all
 MAIN: Final = "main"
 _PART = r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}"
 _NAME: Final = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<choice>[^:]+))?", re.ASCII)
@@ -52,6 +52,15 @@ class Choice(NamedTuple):
 
 class _Unreachable(Exception):
     """No hub answered; the message is half a sentence that says so."""
+
+
+def hub_endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def is_offline() -> bool:
+    """Whether the user wants no hub to be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def is_hub_name(name: str) -> bool:
