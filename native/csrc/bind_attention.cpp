@@ -32,30 +32,6 @@ void require(bool right, const char* what) {
   if (!right) throw std::invalid_argument(what);
 }
 
-void rms_norm(const std::string& variant, In<float, 1> x, In<float, 1> weight, float eps,
-              InOut<float, 1> out) {
-  require(x.size() == weight.size() && x.size() == out.size(), "rows of different lengths");
-  variant_named(variant).rms_norm(x.data(), weight.data(), eps, static_cast<int>(x.size()), out.data());
-}
-
-void add(const std::string& variant, InOut<float, 1> out, In<float, 1> x) {
-  require(x.size() == out.size(), "rows of different lengths");
-  variant_named(variant).add(out.data(), x.data(), static_cast<int>(x.size()));
-}
-
-void silu_mul(const std::string& variant, In<float, 1> gate, In<float, 1> up, InOut<float, 1> out) {
-  require(gate.size() == up.size() && gate.size() == out.size(), "rows of different lengths");
-  variant_named(variant).silu_mul(gate.data(), up.data(), static_cast<int>(gate.size()), out.data());
-}
-
-void rope(const std::string& variant, InOut<float, 2> heads, In<float, 1> cosines, In<float, 1> sines,
-          bool interleaved) {
-  require(cosines.size() == sines.size() && 2 * cosines.size() <= heads.shape(1), "angles for longer heads");
-  variant_named(variant).rope(heads.data(), cosines.data(), sines.data(), static_cast<int>(cosines.size()),
-                              static_cast<int>(heads.shape(0)), static_cast<int>(heads.shape(1)),
-                              interleaved);
-}
-
 // One layer's cache over the caller's memory, [num_blocks][block bytes].
 KVCache cache_of(const InOut<uint8_t, 2>& data, int form, int block_size, int num_kv_heads, int head_size) {
   const int64_t element_bytes = form == 0 ? 4 : form == 1 ? 2 : 1, scale_bytes = form == 2 ? 4 : 0;
@@ -178,10 +154,6 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("rms_norm", &rms_norm, "variant"_a, "x"_a, "weight"_a, "eps"_a, "out"_a);
-  m.def("add", &add, "variant"_a, "out"_a, "x"_a);
-  m.def("silu_mul", &silu_mul, "variant"_a, "gate"_a, "up"_a, "out"_a);
-  m.def("rope", &rope, "variant"_a, "heads"_a, "cosines"_a, "sines"_a, "interleaved"_a);
   m.def("write_kv", &write_kv, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a,
         "head_size"_a, "kv"_a, "slots"_a);
   m.def("attention", &attention, "variant"_a, "cache"_a, "form"_a, "block_size"_a, "num_kv_heads"_a,

@@ -1,12 +1,14 @@
 // Machines and programs for Python. Python owns weights and decides what is recorded; nothing here decides.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 
 #include "cpu.h"
@@ -125,11 +127,19 @@ std::tuple<nb::object, nb::object> run_argmax(Program& program, int buffer, cons
   return {nb::cast(Ids(ids, {count}, ids_owner)), nb::cast(Values(values, {count}, values_owner))};
 }
 
-void linear(Program& program, int out, int x, const std::vector<std::tuple<PackedMatrix*, int>>& parts, bool add) {
+using Vector = Array<float, nb::ndim<1>>;
+
+void linear(Program& program, int out, int x, const std::vector<std::tuple<PackedMatrix*, int>>& parts,
+            std::vector<Pointwise> then, bool add) {
   std::vector<Part> views;
   for (const auto& [matrix, column] : parts) views.push_back({&matrix->view(), column});
-  program.append(linear_step(out, x, std::move(views), add ? Into::Add : Into::Store));
+  program.append(linear_step(out, x, std::move(views), std::move(then), add ? Into::Add : Into::Store));
 }
+
+Pointwise bias_of(const Vector& bias) { return {Pointwise::Kind::Bias, bias.data()}; }
+Pointwise multiply_by(float factor) { return {Pointwise::Kind::Multiply, nullptr, factor}; }
+Pointwise soft_cap_of(float cap) { return {Pointwise::Kind::SoftCap, nullptr, cap}; }
+Pointwise activate_by(Activation activation) { return {Pointwise::Kind::Activate, nullptr, 0.0f, activation}; }
 
 std::vector<std::tuple<std::string, double>> times(const Program& program) {
   std::vector<std::tuple<std::string, double>> found;
@@ -164,7 +174,7 @@ void bind_program(nb::module_& m) {
       .def("add_buffer", &Machine::add_buffer, "width"_a)
       .def("want", &Machine::want, "buffer"_a, "rows"_a, "encoded"_a)
       .def("reserve", &Machine::reserve, "num_rows"_a)
-      .def("add_rope", &Machine::add_rope, "frequencies"_a)
+      .def("add_rope", &Machine::add_rope, "frequencies"_a, "amplitude"_a)
       .def("attention_plan", &attention_plan, "group"_a, "num_heads"_a, "num_kv_heads"_a, "head_size"_a, "scale"_a,
            "window"_a, "soft_cap"_a, "causal"_a)
       .def("allocate_kv", &allocate_kv, "num_blocks"_a, "block_size"_a, "block_bytes"_a, "num_tensors"_a, "layers"_a,
@@ -172,39 +182,70 @@ void bind_program(nb::module_& m) {
       .def("release_kv", &release_kv)
       .def("rows", &buffer_rows, "buffer"_a, "A view of the rows of the last pass.");
 
+  nb::class_<Pointwise>(m, "Pointwise", "Something that is done to every element of a row.")
+      .def_static("bias", &bias_of, "bias"_a, nb::keep_alive<0, 1>())
+      .def_static("multiply", &multiply_by, "factor"_a)
+      .def_static("soft_cap", &soft_cap_of, "cap"_a)
+      .def_static("activate", &activate_by, "activation"_a);
+
   nb::class_<Program>(m, "Program")
       .def(nb::init<std::shared_ptr<Machine>>(), "machine"_a)
       .def(
           "embedding", [](Program& p, int out, const PackedMatrix& w) { p.append(embedding_step(out, &w.view())); },
           "out"_a, "weight"_a, nb::keep_alive<1, 3>())
       .def(
+          "add_position",
+          [](Program& p, int out, const PackedMatrix& w) { p.append(add_position_step(out, &w.view())); }, "out"_a,
+          "weight"_a, nb::keep_alive<1, 3>())
+      .def(
           "rms_norm",
-          [](Program& p, int out, int x, const Array<float, nb::ndim<1>>& w, float eps) {
+          [](Program& p, int out, int x, const Vector& w, float eps) {
             p.append(norm_step(out, x, w.data(), eps));
           },
           "out"_a, "x"_a, "weight"_a, "eps"_a, nb::keep_alive<1, 4>())
-      .def("linear", &linear, "out"_a, "x"_a, "parts"_a, "add"_a, nb::keep_alive<1, 4>())
+      .def(
+          "layer_norm",
+          [](Program& p, int out, int x, const Vector& w, const Vector& b, float eps) {
+            p.append(layer_norm_step(out, x, w.data(), b.data(), eps));
+          },
+          "out"_a, "x"_a, "weight"_a, "bias"_a, "eps"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
+      .def(
+          "head_norm",
+          [](Program& p, int x, int first, int num_heads, const Vector& w, float eps) {
+            p.append(head_norm_step(x, first, num_heads, w.data(), static_cast<int>(w.shape(0)), eps));
+          },
+          "x"_a, "first"_a, "num_heads"_a, "weight"_a, "eps"_a, nb::keep_alive<1, 5>())
+      .def("linear", &linear, "out"_a, "x"_a, "parts"_a, "then"_a, "add"_a, nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>())
       .def(
           "gated",
-          [](Program& p, int out, int x, const PackedMatrix& gate, const PackedMatrix& up) {
-            p.append(gated_step(out, x, &gate.view(), &up.view()));
+          [](Program& p, int out, int x, const PackedMatrix& gate, const PackedMatrix& up,
+             const std::optional<Vector>& bias, Activation activation) {
+            p.append(gated_step(out, x, &gate.view(), &up.view(), bias ? bias->data() : nullptr, activation));
           },
-          "out"_a, "x"_a, "gate"_a, "up"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
+          "out"_a, "x"_a, "gate"_a, "up"_a, "bias"_a.none(), "activation"_a, nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def(
-          "argmax", [](Program& p, int x, const PackedMatrix& w) { p.append(argmax_step(x, &w.view())); }, "x"_a,
-          "weight"_a, nb::keep_alive<1, 3>())
+          "argmax",
+          [](Program& p, int x, const PackedMatrix& w, std::vector<Pointwise> then) {
+            p.append(argmax_step(x, &w.view(), std::move(then)));
+          },
+          "x"_a, "weight"_a, "then"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("add", [](Program& p, int out, int x) { p.append(add_step(out, x)); }, "out"_a, "x"_a)
-      .def("silu_gate", [](Program& p, int out, int x) { p.append(silu_gate_step(out, x)); }, "out"_a, "x"_a)
+      .def(
+          "pointwise", [](Program& p, int out, int x, const Pointwise& what) { p.append(pointwise_step(out, x, what)); },
+          "out"_a, "x"_a, "what"_a, nb::keep_alive<1, 4>())
+      .def(
+          "gate", [](Program& p, int out, int x, Activation activation) { p.append(gate_step(out, x, activation)); },
+          "out"_a, "x"_a, "activation"_a)
       .def("encode", [](Program& p, int x) { p.append(encode_step(x)); }, "x"_a)
       .def("angles", [](Program& p, int rope) { p.append(angles_step(rope)); }, "rope"_a)
       .def(
           "rope",
-          [](Program& p, int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
-             int q_width) {
-            p.append(rope_step(x, rope, num_heads, head_size, interleaved, layer, plan, q_width));
+          [](Program& p, int x, int rope, int num_heads, int head_size, bool interleaved) {
+            p.append(rope_step(x, rope, num_heads, head_size, interleaved));
           },
-          "x"_a, "rope"_a, "num_heads"_a, "head_size"_a, "interleaved"_a, "layer"_a = -1, "plan"_a = -1,
-          "q_width"_a = 0)
+          "x"_a, "rope"_a, "num_heads"_a, "head_size"_a, "interleaved"_a)
       .def(
           "write_kv",
           [](Program& p, int qkv, int layer, int plan, int q_width) {

@@ -156,6 +156,9 @@ constexpr float kLogprobFloor = -9999.0f;
 constexpr int kSamplingArrays = 7;   // of scratch, each of as many floats as there are logits,
 constexpr int kSamplingSlack = 256;  // and so many more
 
+// x * sigmoid(x); x * (the normal distribution up to x), exact or by its usual form with tanh.
+enum class Activation : int32_t { Silu = 0, Gelu = 1, GeluTanh = 2 };
+
 // Work to measure a machine by (ceilings.h).
 enum class Exercise : int32_t { ByteProducts, FloatProducts, Reads };
 
@@ -174,9 +177,14 @@ struct Kernels {
   // out[columns] = row `row` of the matrix.
   void (*embed)(const Matrix&, int row, float* out);
 
+  // Of rows of `count` floats. `out` may be `x`.
   void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
-  void (*add)(float* out, const float* x, int count);                              // out += x
-  void (*silu_mul)(const float* gate, const float* up, int count, float* out);     // silu(gate) * up
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int count, float* out);
+  void (*add)(float* out, const float* x, int count);        // out += x
+  void (*multiply)(float* x, float factor, int count);       // x *= factor
+  void (*soft_cap)(float* x, float cap, int count);          // x = cap * tanh(x / cap)
+  void (*activate)(Activation, const float* x, int count, float* out);
+  void (*gate)(Activation, const float* x, const float* up, int count, float* out);  // activation(x) * up
   // Turn `num_heads` heads in place: pair i of n by (cosines[i], sines[i]).
   void (*rope)(float* heads, const float* cosines, const float* sines, int n, int num_heads, int head_size,
                bool interleaved);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 
@@ -77,8 +78,8 @@ void Machine::reserve(int rows) {
   }
 }
 
-int Machine::add_rope(std::vector<double> frequencies) {
-  ropes.push_back({std::move(frequencies), {}, {}});
+int Machine::add_rope(std::vector<double> frequencies, double amplitude) {
+  ropes.push_back({std::move(frequencies), amplitude, {}, {}});
   return static_cast<int>(ropes.size()) - 1;
 }
 
@@ -181,16 +182,46 @@ struct RowCut {
   int size, count;
 };
 
-class RowStep : public Step {
+// What is done to one row after another, and touches nothing of other rows.
+class RowOp {
  public:
-  int num_units(const Machine& machine) const final { return RowCut(machine).count; }
-  void run(Machine& machine, int unit, int thread) const final {
+  virtual ~RowOp() = default;
+  virtual const char* kind() const = 0;
+  virtual void run(Machine&, int row, float* scratch) const = 0;
+};
+
+class RowsStep final : public Step {
+ public:
+  explicit RowsStep(std::unique_ptr<RowOp> op) { ops_.push_back(std::move(op)); }
+  std::string kind() const override {
+    std::string all;
+    for (const auto& op : ops_) {
+      if (!all.empty()) all += '+';
+      all += op->kind();
+    }
+    return all;
+  }
+  int num_units(const Machine& machine) const override { return RowCut(machine).count; }
+  void run(Machine& machine, int unit, int thread) const override {
     const RowCut cut(machine);
     const int end = std::min(machine.num_rows, (unit + 1) * cut.size);
-    for (int row = unit * cut.size; row < end; ++row) run_row(machine, row, machine.scratch(thread));
+    for (int row = unit * cut.size; row < end; ++row)
+      for (const auto& op : ops_) op->run(machine, row, machine.scratch(thread));
   }
-  virtual void run_row(Machine&, int row, float* scratch) const = 0;
+  bool take_over(Step& next) override {
+    auto* rows = dynamic_cast<RowsStep*>(&next);
+    if (rows) std::move(rows->ops_.begin(), rows->ops_.end(), std::back_inserter(ops_));
+    return rows;
+  }
+
+ private:
+  std::vector<std::unique_ptr<RowOp>> ops_;
 };
+
+template <typename Op, typename... Args>
+std::unique_ptr<Step> rows_step(Args... args) {
+  return std::make_unique<RowsStep>(std::make_unique<Op>(args...));
+}
 
 float* row_of(const Buffer& buffer, int row) {
   return buffer.rows ? buffer.rows + static_cast<int64_t>(row) * buffer.width : nullptr;
@@ -203,12 +234,26 @@ void encode_if_wanted(Machine& machine, const Buffer& buffer, const float* x, in
   if (buffer.wants_encoded) machine.kernels.encode(x, count, buffer.encoded, row, column);
 }
 
-struct EmbeddingStep final : RowStep {
+// Pointwise `what` to elements [column, column + count) of a row.
+void apply(const Machine& machine, const Pointwise& what, float* x, int column, int count) {
+  switch (what.kind) {
+    case Pointwise::Kind::Bias:
+      return machine.kernels.add(x, what.bias + column, count);
+    case Pointwise::Kind::Multiply:
+      return machine.kernels.multiply(x, what.number, count);
+    case Pointwise::Kind::SoftCap:
+      return machine.kernels.soft_cap(x, what.number, count);
+    case Pointwise::Kind::Activate:
+      return machine.kernels.activate(what.activation, x, count, x);
+  }
+}
+
+struct EmbeddingOp final : RowOp {
   int out;
   const Matrix* matrix;
-  EmbeddingStep(int out, const Matrix* matrix) : out(out), matrix(matrix) {}
+  EmbeddingOp(int out, const Matrix* matrix) : out(out), matrix(matrix) {}
   const char* kind() const override { return "embedding"; }
-  void run_row(Machine& machine, int row, float* scratch) const override {
+  void run(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
     float* x = place(buffer, row, scratch);
     machine.kernels.embed(*matrix, machine.batch.token_ids[row], x);
@@ -216,98 +261,141 @@ struct EmbeddingStep final : RowStep {
   }
 };
 
-struct NormStep final : RowStep {
-  int out, x;
-  const float* weight;
-  float eps;
-  NormStep(int out, int x, const float* weight, float eps) : out(out), x(x), weight(weight), eps(eps) {}
-  const char* kind() const override { return "norm"; }
-  void run_row(Machine& machine, int row, float* scratch) const override {
+struct AddPositionOp final : RowOp {
+  int out;
+  const Matrix* matrix;
+  AddPositionOp(int out, const Matrix* matrix) : out(out), matrix(matrix) {}
+  const char* kind() const override { return "add_position"; }
+  void run(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
+    machine.kernels.embed(*matrix, machine.batch.positions[row], scratch);
+    machine.kernels.add(row_of(buffer, row), scratch, buffer.width);
+    encode_if_wanted(machine, buffer, row_of(buffer, row), row, 0, buffer.width);
+  }
+};
+
+struct NormOp final : RowOp {
+  int out, x;
+  const float *weight, *bias;  // of a layer norm; null: it is a root-mean-square norm
+  float eps;
+  NormOp(int out, int x, const float* weight, const float* bias, float eps)
+      : out(out), x(x), weight(weight), bias(bias), eps(eps) {}
+  const char* kind() const override { return "norm"; }
+  void run(Machine& machine, int row, float* scratch) const override {
+    Buffer& buffer = machine.buffer(out);
+    const float* source = row_of(machine.buffer(x), row);
     float* y = place(buffer, row, scratch);
-    machine.kernels.rms_norm(row_of(machine.buffer(x), row), weight, eps, buffer.width, y);
+    if (bias) {
+      machine.kernels.layer_norm(source, weight, bias, eps, buffer.width, y);
+    } else {
+      machine.kernels.rms_norm(source, weight, eps, buffer.width, y);
+    }
     encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
   }
 };
 
-struct AddStep final : RowStep {
+struct HeadNormOp final : RowOp {
+  int x, first, num_heads;
+  const float* weight;
+  int head_size;
+  float eps;
+  HeadNormOp(int x, int first, int num_heads, const float* weight, int head_size, float eps)
+      : x(x), first(first), num_heads(num_heads), weight(weight), head_size(head_size), eps(eps) {}
+  const char* kind() const override { return "head_norm"; }
+  void run(Machine& machine, int row, float*) const override {
+    float* head = row_of(machine.buffer(x), row) + first;
+    for (int h = 0; h < num_heads; ++h, head += head_size)
+      machine.kernels.rms_norm(head, weight, eps, head_size, head);
+  }
+};
+
+struct AddOp final : RowOp {
   int out, x;
-  AddStep(int out, int x) : out(out), x(x) {}
+  AddOp(int out, int x) : out(out), x(x) {}
   const char* kind() const override { return "add"; }
-  void run_row(Machine& machine, int row, float*) const override {
+  void run(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(out);
     machine.kernels.add(row_of(buffer, row), row_of(machine.buffer(x), row), buffer.width);
     encode_if_wanted(machine, buffer, row_of(buffer, row), row, 0, buffer.width);
   }
 };
 
-struct SiluGateStep final : RowStep {
+struct PointwiseOp final : RowOp {
   int out, x;
-  SiluGateStep(int out, int x) : out(out), x(x) {}
-  const char* kind() const override { return "silu_gate"; }
-  void run_row(Machine& machine, int row, float* scratch) const override {
+  Pointwise what;
+  PointwiseOp(int out, int x, Pointwise what) : out(out), x(x), what(what) {}
+  const char* kind() const override { return "pointwise"; }
+  void run(Machine& machine, int row, float* scratch) const override {
     Buffer& buffer = machine.buffer(out);
-    const float* gate = row_of(machine.buffer(x), row);
+    const float* source = row_of(machine.buffer(x), row);
     float* y = place(buffer, row, scratch);
-    machine.kernels.silu_mul(gate, gate + buffer.width, buffer.width, y);
+    if (y != source) std::memcpy(y, source, sizeof(float) * buffer.width);
+    apply(machine, what, y, 0, buffer.width);
     encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
   }
 };
 
-struct EncodeStep final : RowStep {
+struct GateOp final : RowOp {
+  int out, x;
+  Activation activation;
+  GateOp(int out, int x, Activation activation) : out(out), x(x), activation(activation) {}
+  const char* kind() const override { return "gate"; }
+  void run(Machine& machine, int row, float* scratch) const override {
+    Buffer& buffer = machine.buffer(out);
+    const float* gate = row_of(machine.buffer(x), row);
+    float* y = place(buffer, row, scratch);
+    machine.kernels.gate(activation, gate, gate + buffer.width, buffer.width, y);
+    encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
+  }
+};
+
+struct EncodeOp final : RowOp {
   int x;
-  explicit EncodeStep(int x) : x(x) {}
+  explicit EncodeOp(int x) : x(x) {}
   const char* kind() const override { return "encode"; }
-  void run_row(Machine& machine, int row, float*) const override {
+  void run(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(x);
     machine.kernels.encode(row_of(buffer, row), buffer.width, buffer.encoded, row, 0);
   }
 };
 
-struct AnglesStep final : RowStep {
+struct AnglesOp final : RowOp {
   int rope;
-  explicit AnglesStep(int rope) : rope(rope) {}
+  explicit AnglesOp(int rope) : rope(rope) {}
   const char* kind() const override { return "angles"; }
-  void run_row(Machine& machine, int row, float*) const override {
+  void run(Machine& machine, int row, float*) const override {
     Machine::Rope& r = machine.ropes[rope];
     const size_t n = r.frequencies.size(), at = row * n;
     for (size_t i = 0; i < n; ++i) {
       const double angle = machine.batch.positions[row] * r.frequencies[i];
-      r.cosines[at + i] = static_cast<float>(std::cos(angle));
-      r.sines[at + i] = static_cast<float>(std::sin(angle));
+      r.cosines[at + i] = static_cast<float>(r.amplitude * std::cos(angle));
+      r.sines[at + i] = static_cast<float>(r.amplitude * std::sin(angle));
     }
   }
 };
 
-void keep_kv(Machine& machine, int layer, int plan, const float* kv, int row) {
-  const int64_t slot = machine.tables[machine.plans[plan].key.group].slots[row];
-  if (slot >= 0) machine.kernels.write_kv(machine.kv[layer], kv, slot);
-  if (row == 0) rewind(*machine.plans[plan].plan);  // the layer's attention comes next
-}
-
-struct RopeStep final : RowStep {
+struct RopeOp final : RowOp {
   int x, rope, num_heads, head_size;
   bool interleaved;
-  int layer, plan, q_width;
-  RopeStep(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan, int q_width)
-      : x(x), rope(rope), num_heads(num_heads), head_size(head_size), interleaved(interleaved), layer(layer),
-        plan(plan), q_width(q_width) {}
+  RopeOp(int x, int rope, int num_heads, int head_size, bool interleaved)
+      : x(x), rope(rope), num_heads(num_heads), head_size(head_size), interleaved(interleaved) {}
   const char* kind() const override { return "rope"; }
-  void run_row(Machine& machine, int row, float*) const override {
+  void run(Machine& machine, int row, float*) const override {
     const Machine::Rope& r = machine.ropes[rope];
     const size_t n = r.frequencies.size(), at = row * n;
-    float* heads = row_of(machine.buffer(x), row);
-    machine.kernels.rope(heads, &r.cosines[at], &r.sines[at], static_cast<int>(n), num_heads, head_size, interleaved);
-    if (layer >= 0) keep_kv(machine, layer, plan, heads + q_width, row);
+    machine.kernels.rope(row_of(machine.buffer(x), row), &r.cosines[at], &r.sines[at], static_cast<int>(n), num_heads,
+                         head_size, interleaved);
   }
 };
 
-struct WriteKVStep final : RowStep {
+struct WriteKVOp final : RowOp {
   int qkv, layer, plan, q_width;
-  WriteKVStep(int qkv, int layer, int plan, int q_width) : qkv(qkv), layer(layer), plan(plan), q_width(q_width) {}
+  WriteKVOp(int qkv, int layer, int plan, int q_width) : qkv(qkv), layer(layer), plan(plan), q_width(q_width) {}
   const char* kind() const override { return "write_kv"; }
-  void run_row(Machine& machine, int row, float*) const override {
-    keep_kv(machine, layer, plan, row_of(machine.buffer(qkv), row) + q_width, row);
+  void run(Machine& machine, int row, float*) const override {
+    const int64_t slot = machine.tables[machine.plans[plan].key.group].slots[row];
+    if (slot >= 0) machine.kernels.write_kv(machine.kv[layer], row_of(machine.buffer(qkv), row) + q_width, slot);
+    if (row == 0) rewind(*machine.plans[plan].plan);  // the layer's attention comes next
   }
 };
 
@@ -316,12 +404,12 @@ struct WriteKVStep final : RowStep {
 struct AttentionStep final : Step {
   int out, qkv, layer, plan;
   AttentionStep(int out, int qkv, int layer, int plan) : out(out), qkv(qkv), layer(layer), plan(plan) {}
-  const char* kind() const override { return "attention"; }
+  std::string kind() const override { return "attention"; }
   int num_units(const Machine& machine) const override { return mainspring::num_units(*machine.plans[plan].plan); }
   void run(Machine& machine, int unit, int thread) const override {
     const Buffer &q = machine.buffer(qkv), &result = machine.buffer(out);
     const AttentionShape& shape = machine.plans[plan].key.shape;
-    // A KV head's part of a row is encoded here if it is whole blocks; if not, an EncodeStep follows.
+    // A KV head's part of a row is encoded here if it is whole blocks; if not, an EncodeOp follows.
     const bool whole = shape.num_heads / shape.num_kv_heads * shape.head_size % kBlock == 0;
     const AttentionArgs args{machine.plans[plan].plan, q.rows, q.width, result.rows, whole ? result.encoded : Encoded{},
                              machine.kv[layer], shape, machine.partials.data()};
@@ -361,35 +449,58 @@ Input input_of(const Buffer& buffer, const Matrix& matrix) {
 struct LinearStep final : Step {
   int out, x;
   std::vector<Part> parts;
+  std::vector<Pointwise> then;
   Into into;
-  LinearStep(int out, int x, std::vector<Part> parts, Into into) : out(out), x(x), parts(std::move(parts)), into(into) {}
-  const char* kind() const override { return into == Into::Add ? "linear_add" : "linear"; }
+  bool whole = true;  // blocks of 32 columns by every unit, which are encoded here; if not, an EncodeOp follows
+  LinearStep(int out, int x, std::vector<Part> all_parts, std::vector<Pointwise> then, Into into)
+      : out(out), x(x), parts(std::move(all_parts)), then(std::move(then)), into(into) {
+    for (const Part& part : parts) whole &= part.matrix->rows % kBlock == 0;
+  }
+  std::string kind() const override { return into == Into::Add ? "linear_add" : "linear"; }
   int num_units(const Machine& machine) const override {
     int units = 0;
     for (const Part& part : parts) units += Cut(machine.num_rows, panels_of(*part.matrix)).count;
     return units;
   }
-  void run(Machine& machine, int unit, int) const override {
+  void run(Machine& machine, int unit, int thread) const override {
     for (const Part& part : parts) {
       const Cut cut(machine.num_rows, panels_of(*part.matrix));
-      if (unit < cut.count) return run_part(machine, part, cut, unit);
+      if (unit < cut.count) return run_part(machine, part, cut, unit, machine.scratch(thread));
       unit -= cut.count;
     }
   }
-  void run_part(Machine& machine, const Part& part, const Cut& cut, int unit) const {
-    const int row = cut.row(unit), panel = cut.panel(unit);
+  void run_part(Machine& machine, const Part& part, const Cut& cut, int unit, float* tile) const {
+    const int row = cut.row(unit), rows = cut.rows_of(unit), panel = cut.panel(unit), panels = cut.panels_of(unit);
+    const int column = part.column + panel * kLanes;
     const Buffer& buffer = machine.buffer(out);
-    float* place = row_of(buffer, row) + part.column + panel * kLanes;
-    machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, cut.rows_of(unit), panel,
-                           cut.panels_of(unit), {place, buffer.width, into == Into::Add});
+    // By way of a tile only what is changed and then added, or has no place of its own.
+    const bool direct = buffer.rows && (into == Into::Store || then.empty());
+    const Output output = direct ? Output{row_of(buffer, row) + column, buffer.width, into == Into::Add}
+                                 : Output{tile, panels * kLanes, false};
+    machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, rows, panel, panels, output);
+    if (direct && then.empty() && !buffer.wants_encoded) return;
+    const int count = std::min(panels * kLanes, part.matrix->rows - panel * kLanes);
+    for (int r = 0; r < rows; ++r) {
+      float* y = output.at + r * output.pitch;
+      for (const Pointwise& what : then) apply(machine, what, y, column, count);
+      if (buffer.rows && !direct) {
+        float* sum = row_of(buffer, row + r) + column;
+        machine.kernels.add(sum, y, count);
+        y = sum;
+      }
+      if (whole) encode_if_wanted(machine, buffer, y, row + r, column, count);
+    }
   }
 };
 
 struct GatedStep final : Step {
   int out, x;
   const Matrix *gate, *up;
-  GatedStep(int out, int x, const Matrix* gate, const Matrix* up) : out(out), x(x), gate(gate), up(up) {}
-  const char* kind() const override { return "gated"; }
+  const float* bias;
+  Activation activation;
+  GatedStep(int out, int x, const Matrix* gate, const Matrix* up, const float* bias, Activation activation)
+      : out(out), x(x), gate(gate), up(up), bias(bias), activation(activation) {}
+  std::string kind() const override { return "gated"; }
   // Units of whole blocks of 32 columns, for they are encoded here.
   Cut cut(const Machine& machine) const { return Cut(machine.num_rows, panels_of(*gate)); }
   int num_units(const Machine& machine) const override { return cut(machine).count; }
@@ -399,16 +510,19 @@ struct GatedStep final : Step {
     float* a = machine.scratch(thread);
     float* b = a + kRowsPerUnit * 4 * kLanes;
     const Buffer& source = machine.buffer(x);
-    const int pitch = panels * kLanes;
+    const int first = panel * kLanes, pitch = panels * kLanes;  // whole panels: a part's rows are whole blocks
     machine.kernels.linear(*gate, input_of(source, *gate), row, rows, panel, panels, {a, pitch, false});
     machine.kernels.linear(*up, input_of(source, *up), row, rows, panel, panels, {b, pitch, false});
-    machine.kernels.silu_mul(a, b, rows * pitch, a);
+    for (int r = 0; bias && r < rows; ++r) {
+      machine.kernels.add(a + r * pitch, bias + first, pitch);
+      machine.kernels.add(b + r * pitch, bias + gate->rows + first, pitch);
+    }
+    machine.kernels.gate(activation, a, b, rows * pitch, a);
     const Buffer& buffer = machine.buffer(out);
-    const int first = panel * kLanes, count = std::min(panels * kLanes, buffer.width - first);
     for (int r = 0; r < rows; ++r) {
       const float* y = a + r * pitch;
-      if (buffer.rows) std::memcpy(row_of(buffer, row + r) + first, y, sizeof(float) * count);
-      encode_if_wanted(machine, buffer, y, row + r, first, count);
+      if (buffer.rows) std::memcpy(row_of(buffer, row + r) + first, y, sizeof(float) * pitch);
+      encode_if_wanted(machine, buffer, y, row + r, first, pitch);
     }
   }
 };
@@ -421,8 +535,9 @@ constexpr Candidate kNone{-std::numeric_limits<float>::infinity(), -1};
 struct ArgmaxStep final : Step {
   int x;
   const Matrix* head;
-  ArgmaxStep(int x, const Matrix* head) : x(x), head(head) {}
-  const char* kind() const override { return "argmax"; }
+  std::vector<Pointwise> then;
+  ArgmaxStep(int x, const Matrix* head, std::vector<Pointwise> then) : x(x), head(head), then(std::move(then)) {}
+  std::string kind() const override { return "argmax"; }
   int num_groups() const { return (panels_of(*head) + kArgmaxPanels - 1) / kArgmaxPanels; }
   int num_units(const Machine& machine) const override {
     return num_groups() * ((machine.num_rows + kRowsPerUnit - 1) / kRowsPerUnit);
@@ -443,8 +558,10 @@ struct ArgmaxStep final : Step {
       Candidate& found = machine.candidates[static_cast<size_t>(row + r) * num_groups() + group];
       found = kNone;
       if (!needed) continue;
+      float* y = tile + r * panels * kLanes;
+      for (const Pointwise& what : then) apply(machine, what, y, first, count);
       const uint32_t* mask = mask_of(machine, row + r);
-      const int id = machine.kernels.argmax(tile + r * panels * kLanes, count, mask ? mask + first / 32 : nullptr,
+      const int id = machine.kernels.argmax(y, count, mask ? mask + first / 32 : nullptr,
                                             &found.value);
       found.id = id < 0 ? -1 : first + id;
     }
@@ -478,27 +595,37 @@ Candidate best(const Machine& machine, int row) {
   return winner;
 }
 
-std::unique_ptr<Step> embedding_step(int out, const Matrix* m) { return std::make_unique<EmbeddingStep>(out, m); }
+std::unique_ptr<Step> embedding_step(int out, const Matrix* m) { return rows_step<EmbeddingOp>(out, m); }
+std::unique_ptr<Step> add_position_step(int out, const Matrix* m) { return rows_step<AddPositionOp>(out, m); }
 std::unique_ptr<Step> norm_step(int out, int x, const float* weight, float eps) {
-  return std::make_unique<NormStep>(out, x, weight, eps);
+  return rows_step<NormOp>(out, x, weight, nullptr, eps);
 }
-std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, Into into) {
-  return std::make_unique<LinearStep>(out, x, std::move(parts), into);
+std::unique_ptr<Step> layer_norm_step(int out, int x, const float* weight, const float* bias, float eps) {
+  return rows_step<NormOp>(out, x, weight, bias, eps);
 }
-std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up) {
-  return std::make_unique<GatedStep>(out, x, gate, up);
+std::unique_ptr<Step> head_norm_step(int x, int first, int num_heads, const float* weight, int head_size, float eps) {
+  return rows_step<HeadNormOp>(x, first, num_heads, weight, head_size, eps);
 }
-std::unique_ptr<Step> argmax_step(int x, const Matrix* head) { return std::make_unique<ArgmaxStep>(x, head); }
-std::unique_ptr<Step> add_step(int out, int x) { return std::make_unique<AddStep>(out, x); }
-std::unique_ptr<Step> silu_gate_step(int out, int x) { return std::make_unique<SiluGateStep>(out, x); }
-std::unique_ptr<Step> encode_step(int x) { return std::make_unique<EncodeStep>(x); }
-std::unique_ptr<Step> angles_step(int rope) { return std::make_unique<AnglesStep>(rope); }
-std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
-                                int q_width) {
-  return std::make_unique<RopeStep>(x, rope, num_heads, head_size, interleaved, layer, plan, q_width);
+std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, std::vector<Pointwise> then, Into into) {
+  return std::make_unique<LinearStep>(out, x, std::move(parts), std::move(then), into);
+}
+std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up, const float* bias,
+                                 Activation activation) {
+  return std::make_unique<GatedStep>(out, x, gate, up, bias, activation);
+}
+std::unique_ptr<Step> argmax_step(int x, const Matrix* head, std::vector<Pointwise> then) {
+  return std::make_unique<ArgmaxStep>(x, head, std::move(then));
+}
+std::unique_ptr<Step> add_step(int out, int x) { return rows_step<AddOp>(out, x); }
+std::unique_ptr<Step> pointwise_step(int out, int x, Pointwise what) { return rows_step<PointwiseOp>(out, x, what); }
+std::unique_ptr<Step> gate_step(int out, int x, Activation a) { return rows_step<GateOp>(out, x, a); }
+std::unique_ptr<Step> encode_step(int x) { return rows_step<EncodeOp>(x); }
+std::unique_ptr<Step> angles_step(int rope) { return rows_step<AnglesOp>(rope); }
+std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved) {
+  return rows_step<RopeOp>(x, rope, num_heads, head_size, interleaved);
 }
 std::unique_ptr<Step> write_kv_step(int qkv, int layer, int plan, int q_width) {
-  return std::make_unique<WriteKVStep>(qkv, layer, plan, q_width);
+  return rows_step<WriteKVOp>(qkv, layer, plan, q_width);
 }
 std::unique_ptr<Step> attention_step(int out, int qkv, int layer, int plan) {
   return std::make_unique<AttentionStep>(out, qkv, layer, plan);

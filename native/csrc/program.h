@@ -5,12 +5,15 @@
 //   of steps over buffers; several programs (the layers, the head) share a machine.
 // - A step says how many units it has for the rows at hand and computes one of them. Which thread computes which
 //   unit, and how many rows or panels a unit has, has no influence on any result: kernels.h sees to that.
+// - Steps that go over a buffer row by row, one after another, become one step: a row goes through all of them while it
+//   is in the nearest cache.
 // - A buffer holds floats, or the same rows encoded for the quantised kernels, or both: whoever records decides, and a
 //   step writes what is there. So encoding costs no pass of its own.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "attention_plan.h"
@@ -70,7 +73,7 @@ class Machine {
   Buffer& buffer(int id) { return buffers_[id]; }
   void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held, views keep theirs
 
-  int add_rope(std::vector<double> frequencies);
+  int add_rope(std::vector<double> frequencies, double amplitude);
   int attention_plan(const AttentionKey&);  // its number
   void allocate_kv(std::vector<KVCache> layers, std::vector<std::unique_ptr<Memory>> memory);
 
@@ -88,6 +91,7 @@ class Machine {
 
   struct Rope {
     std::vector<double> frequencies;
+    double amplitude;
     std::vector<float> cosines, sines;  // [rows][frequencies], of this pass
   };
   std::vector<Rope> ropes;
@@ -110,15 +114,16 @@ class Machine {
 class Step {
  public:
   virtual ~Step() = default;
-  virtual const char* kind() const = 0;  // for benchmarks
+  virtual std::string kind() const = 0;  // for benchmarks
   virtual int num_units(const Machine&) const = 0;
   virtual void run(Machine&, int unit, int thread) const = 0;
+  virtual bool take_over(Step&) { return false; }  // whether this step now does the work of the next one, too
 };
 
 // What the units of a step took in the last pass, of processor time of all threads together, so that a busy neighbour
 // is not counted.
 struct StepTime {
-  const char* kind;
+  std::string kind;
   int64_t taken_ns;
 };
 
@@ -127,7 +132,9 @@ class Program {
   explicit Program(std::shared_ptr<Machine> machine) : machine_(std::move(machine)) {}
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
-  void append(std::unique_ptr<Step> step) { steps_.push_back(std::move(step)); }
+  void append(std::unique_ptr<Step> step) {
+    if (steps_.empty() || !steps_.back()->take_over(*step)) steps_.push_back(std::move(step));
+  }
   // A pass over a batch (machine.batch and machine.tables are set), or over rows alone (num_requests is 0).
   void run();
   Machine& machine() { return *machine_; }
@@ -150,18 +157,33 @@ struct Part {
   int column;
 };
 
+// Something that is done to every element of a row.
+struct Pointwise {
+  enum class Kind : int32_t { Bias = 0, Multiply = 1, SoftCap = 2, Activate = 3 };
+  Kind kind;
+  const float* bias = nullptr;  // [width of the row]
+  float number = 0.0f;          // the factor, or the cap
+  Activation activation{};
+};
+
 std::unique_ptr<Step> embedding_step(int out, const Matrix* matrix);
+std::unique_ptr<Step> add_position_step(int out, const Matrix* matrix);
 std::unique_ptr<Step> norm_step(int out, int x, const float* weight, float eps);
-std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, Into into);
-std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up);  // silu(gate x) * (up x)
-std::unique_ptr<Step> argmax_step(int x, const Matrix* head);  // leaves candidates; `best` joins them
+std::unique_ptr<Step> layer_norm_step(int out, int x, const float* weight, const float* bias, float eps);
+std::unique_ptr<Step> head_norm_step(int x, int first, int num_heads, const float* weight, int head_size, float eps);
+// `then` is done to the product before it is stored or added.
+std::unique_ptr<Step> linear_step(int out, int x, std::vector<Part> parts, std::vector<Pointwise> then, Into into);
+// activation(gate x) * (up x); bias: of gate, then of up, or null.
+std::unique_ptr<Step> gated_step(int out, int x, const Matrix* gate, const Matrix* up, const float* bias, Activation);
+// Leaves candidates; `best` joins them.
+std::unique_ptr<Step> argmax_step(int x, const Matrix* head, std::vector<Pointwise> then);
 std::unique_ptr<Step> add_step(int out, int x);
-std::unique_ptr<Step> silu_gate_step(int out, int x);
+std::unique_ptr<Step> pointwise_step(int out, int x, Pointwise what);
+std::unique_ptr<Step> gate_step(int out, int x, Activation);
 std::unique_ptr<Step> encode_step(int x);
 std::unique_ptr<Step> angles_step(int rope);
-// Where `layer` is not negative, keys and values, which follow the queries of q_width, are kept there at once.
-std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved, int layer, int plan,
-                                int q_width);
+std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved);
+// Keeps keys and values, which follow queries of q_width.
 std::unique_ptr<Step> write_kv_step(int qkv, int layer, int plan, int q_width);
 std::unique_ptr<Step> attention_step(int out, int qkv, int layer, int plan);
 

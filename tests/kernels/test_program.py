@@ -8,7 +8,7 @@ from mainspring.kernels.ops import AttentionShape, Call
 from mainspring.kernels.program import Instruction, Recorded, Storage, Weights, largest, record
 
 SHAPE = AttentionShape(4, 2, 16, 0.25)
-PARTS = {"gate_up": [64, 64], "ragged": [64, 32], "odd": [48, 48]}
+PARTS = {"gate_up": [64, 64], "ragged": [64, 32], "odd": [48, 48], "thin": [32, 16]}
 
 
 def weights(quantised: bool = True, mixed: frozenset[str] = frozenset()) -> Weights:
@@ -47,7 +47,8 @@ MODEL = [
 FUSED_LAYER = [
     "rms_norm",
     "linear",
-    "rope_write",
+    "rope",
+    "write_kv",
     "attention",
     "linear_add",
     "rms_norm",
@@ -67,7 +68,7 @@ def test_attention_encodes_only_whole_blocks_of_a_kv_head(num_heads: int, itself
     assert recorded.last["attended"] == Storage("attended", not itself, True)
 
 
-def test_a_layer_becomes_eight_steps():
+def test_a_layer_without_what_its_products_do():
     assert ops(record(MODEL, weights(), given=None, kept="normed")) == [
         "embedding",
         *FUSED_LAYER,
@@ -101,19 +102,22 @@ def test_a_weight_of_mixed_types_reads_both():
     assert first.operands[1] == Storage("normed", True, True)
 
 
-def test_rows_from_outside_and_products_are_encoded_by_a_step_of_their_own():
+def test_rows_from_outside_are_encoded_by_a_step_of_their_own_and_products_encode_whole_blocks():
     calls = [Call("linear", ("middle", "given", "a")), Call("linear", ("out", "middle", "b"))]
-    recorded = record(calls, weights(), given="given", kept="out")
-    given, middle, out = (
-        Storage("given", True, True),
-        Storage("middle", True, True),
-        Storage("out", True, False),
-    )
-    assert recorded.instructions == [
+    given, out = Storage("given", True, True), Storage("out", True, False)
+    middle = Storage("middle", False, True)
+    assert record(calls, weights(), given="given", kept="out").instructions == [
         Instruction("encode", (given,)),
-        Instruction("linear", (middle, given, "a")),
+        Instruction("linear", (middle, given, "a", ())),
+        Instruction("linear", (out, middle, "b", ())),
+    ]
+    calls[0] = Call("linear", ("middle", "given", "thin"))
+    middle = Storage("middle", True, True)
+    assert record(calls, weights(), given="given", kept="out").instructions == [
+        Instruction("encode", (given,)),
+        Instruction("linear", (middle, given, "thin", ())),
         Instruction("encode", (middle,)),
-        Instruction("linear", (out, middle, "b")),
+        Instruction("linear", (out, middle, "b", ())),
     ]
 
 
@@ -149,8 +153,107 @@ def test_the_largest_output_replaces_the_last_product():
     chosen = Storage("chosen", True, True)
     assert largest(calls, weights(), given="chosen").instructions == [
         Instruction("encode", (chosen,)),
-        Instruction("argmax", (chosen, "head")),
+        Instruction("argmax", (chosen, "head", ())),
     ]
+
+
+def test_a_head_s_bias_factor_and_cap_are_the_products_own_for_logits_and_for_the_largest():
+    calls = [
+        Call("linear", ("logits", "chosen", "head")),
+        Call("add_bias", ("logits", "head.bias")),
+        Call("scale", ("logits", 0.5)),
+        Call("soft_cap", ("logits", 30.0)),
+        Call("all_gather", ("logits", "logits")),
+    ]
+    then = (Call("add_bias", ("head.bias",)), Call("scale", (0.5,)), Call("soft_cap", (30.0,)))
+    chosen, logits = Storage("chosen", True, True), Storage("logits", True, False)
+    assert largest(calls, weights(), given="chosen").instructions[1:] == [
+        Instruction("argmax", (chosen, "head", then)),
+    ]
+    assert record(calls, weights(), given="chosen", kept="logits").instructions[1:] == [
+        Instruction("linear", (logits, chosen, "head", then)),
+    ]
+
+
+def test_what_is_done_to_a_branch_before_it_is_added_is_the_product_s_own():
+    calls = [
+        Call("embedding", ("hidden", "e")),
+        Call("linear", ("branch", "hidden", "w")),
+        Call("add_bias", ("branch", "w.bias")),
+        Call("scale", ("branch", 0.2)),
+        Call("add", ("sum", "branch")),
+    ]
+    recorded = record([Call("embedding", ("sum", "e")), *calls], weights(False), given=None, kept="sum")
+    assert recorded.instructions[-1].op == "linear_add"
+    assert recorded.instructions[-1].operands[3] == (Call("add_bias", ("w.bias",)), Call("scale", (0.2,)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_mlp_with_and_without_a_gate(bias: bool):
+    embedding = Call("embedding", ("x", "e"))
+    linear = Call("linear", ("up", "x", "gate_up"))
+    biases = [Call("add_bias", ("up", "b"))] if bias else []
+    gate, activate = Call("gate", ("activated", "up", "gelu")), Call("activate", ("activated", "up", "gelu"))
+    down = Call("linear", ("out", "activated", "down"))
+    encoded, x = Storage("activated", False, True), Storage("x", False, True)
+    gated = record([embedding, linear, *biases, gate, down], weights(), given=None, kept="out")
+    assert gated.instructions[1] == Instruction(
+        "gated", (encoded, x, "gate_up", "b" if bias else None, "gelu")
+    )
+    plain = record([embedding, linear, *biases, activate, down], weights(), given=None, kept="out")
+    then = (*([Call("add_bias", ("b",))] if bias else []), Call("activate", ("gelu",)))
+    assert plain.instructions[1] == Instruction("linear", (encoded, x, "gate_up", then))
+    assert [len(recorded.instructions) for recorded in (gated, plain)] == [3, 3]
+
+
+def test_an_activation_whose_input_is_read_again_stays_a_step():
+    calls = [
+        Call("embedding", ("x", "e")),
+        Call("linear", ("up", "x", "w")),
+        Call("activate", ("activated", "up", "gelu")),
+        Call("add", ("activated", "up")),
+    ]
+    assert ops(record(calls, weights(False), given=None, kept="activated")) == [
+        "embedding",
+        "linear",
+        "activate",
+        "add",
+    ]
+
+
+def test_a_stream_that_products_read_is_encoded_anew_after_it_changed():
+    """Norms "after": `hidden` is read by products, changed, and read again; whoever changes it encodes it."""
+    calls = [
+        Call("embedding", ("hidden", "e")),
+        Call("linear", ("branch", "hidden", "w")),
+        Call("rms_norm", ("branch", "branch", "norm", 1e-5)),
+        Call("add", ("hidden", "branch")),
+        Call("linear", ("branch", "hidden", "w")),
+        Call("head_norm", ("hidden", 0, 1, "norm", 1e-5)),
+        Call("linear", ("out", "hidden", "w")),
+    ]
+    recorded = record(calls, weights(), given=None, kept="out")
+    assert ops(recorded) == [
+        "embedding", "linear", "rms_norm", "add", "linear", "head_norm", "encode", "linear",
+    ]  # fmt: skip
+    storages = {o for i in recorded.instructions for o in i.operands if isinstance(o, Storage)}
+    assert {storage for storage in storages if storage.buffer == "hidden"} == {
+        Storage("hidden", True, True)
+    }, "one memory, for it is changed in place"
+
+
+def test_norms_of_sums():
+    """hidden = norm(hidden + branch): the product adds, the norm, in place, encodes."""
+    branch = [
+        Call("linear", ("up", "hidden", "w")),
+        Call("linear", ("branch", "up", "w")),
+        Call("add", ("hidden", "branch")),
+        Call("layer_norm", ("hidden", "hidden", "norm", "norm.bias", 1e-5)),
+    ]
+    calls = [Call("embedding", ("hidden", "e")), *branch, *branch]
+    recorded = record(calls, weights(), given=None, kept="hidden")
+    assert ops(recorded) == ["embedding", *["linear", "linear_add", "layer_norm"] * 2]
+    assert recorded.last["hidden"] == Storage("hidden", True, False)
 
 
 @pytest.mark.parametrize(

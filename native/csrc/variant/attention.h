@@ -187,13 +187,6 @@ inline void score_groups(const Strip& strip, const SpanView& span, int first) {
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
-// cap * tanh(x / cap). Its error is a few 1e-7 of the cap: about what rounding a score of that size is.
-inline F32 capped(F32 x, float cap) {
-  const F32 one = splat(1.0f), two = splat(2.0f);
-  const F32 e = exp(x * splat(2.0f / cap));
-  return splat(cap) * (one - two / (e + one));
-}
-
 // Scores to weights, in place; their largest and their sum to the end of the partial result.
 void weigh(const Strip& strip, const SpanView& span, int r) {
   const Seen seen = strip.seen[r];

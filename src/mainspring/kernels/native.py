@@ -26,8 +26,18 @@ from mainspring.base.log import get_logger
 from mainspring.base.messages import KVCacheConfig
 from mainspring.kernels import ops as contract
 from mainspring.kernels.collectives import Collectives
-from mainspring.kernels.ops import AttentionShape, Batch, Floats, Ints, Recorder, Walk, Weight
-from mainspring.kernels.program import Recorded, Storage, Weights, largest, record
+from mainspring.kernels.ops import (
+    Activation,
+    AttentionShape,
+    Batch,
+    Call,
+    Floats,
+    Ints,
+    Recorder,
+    Walk,
+    Weight,
+)
+from mainspring.kernels.program import Recorded, Storage, Weights, largest, last_written, record
 
 logger = get_logger(__name__)
 
@@ -41,7 +51,7 @@ QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
-API_VERSION = 1  # of the library (native/csrc/module.cpp)
+API_VERSION = 2  # of the library (native/csrc/module.cpp)
 
 
 @cache
@@ -121,7 +131,7 @@ class NativeOps:
         self._recorder = Recorder()
         self._weights: dict[str, Weight] = {}
         self._storages: dict[Storage, int] = {}
-        self._ropes: dict[str, int] = {}
+        self._ropes: dict[tuple[str, float], int] = {}  # by frequencies and amplitude
         self._programs: dict[tuple[str, object], _Loaded] = {}  # by kind and `_function`
         self._group_of_layer: dict[int, int] = {}
         self._last: dict[str, int] = {}  # buffer -> where its last value is
@@ -234,16 +244,15 @@ class NativeOps:
             recorded = largest(calls, weights, given=given)
         else:
             # the buffer that the walk writes last is what will be read
-            recorded = record(calls, weights, given=given, kept=_last_written(calls))
+            recorded = record(calls, weights, given=given, kept=last_written(calls))
         loaded = self._programs[kind, _function(walk)] = self._build(recorded, given)
         return loaded
 
     def _build(self, recorded: Recorded, given: str | None) -> _Loaded:
         program = self._native.Program(self._machine)
         num_columns = 0
-        ropes = sorted({i.operands[1] for i in recorded.instructions if i.op in ("rope", "rope_write")})
-        for rope in ropes:
-            program.angles(self._rope(rope))
+        for rope in sorted({(i.operands[1], i.operands[5]) for i in recorded.instructions if i.op == "rope"}):
+            program.angles(self._rope(*rope))
         for op, operands in recorded.instructions:
             if op == "argmax":
                 num_columns = self._parts(operands[1])[0].rows
@@ -259,12 +268,16 @@ class NativeOps:
             self._storages[storage] = place
         return self._storages[storage]
 
-    def _rope(self, freqs: str) -> int:
-        if freqs not in self._ropes:
-            frequencies = self._weights[freqs]
-            assert isinstance(frequencies, np.ndarray)
-            self._ropes[freqs] = self._machine.add_rope(frequencies.tolist())
-        return self._ropes[freqs]
+    def _rope(self, freqs: str, amplitude: float) -> int:
+        if (freqs, amplitude) not in self._ropes:
+            frequencies = self._vector(freqs)
+            self._ropes[freqs, amplitude] = self._machine.add_rope(frequencies.tolist(), amplitude)
+        return self._ropes[freqs, amplitude]
+
+    def _vector(self, weight: str) -> Floats:
+        value = self._weights[weight]
+        assert isinstance(value, np.ndarray)
+        return value
 
     def _parts(self, weight: str) -> tuple[Any, ...]:
         value: Any = self._weights[weight]
@@ -297,34 +310,84 @@ class NativeOps:
         (part,) = self._parts(weight)
         program.embedding(self._place(out), part)
 
-    def _add_rms_norm(self, program: Any, out: Storage, x: Storage, weight: str, eps: float) -> None:
-        program.rms_norm(self._place(out), self._place(x), self._weights[weight], eps)
+    def _add_add_position(self, program: Any, out: Storage, weight: str) -> None:
+        (part,) = self._parts(weight)
+        program.add_position(self._place(out), part)
 
-    def _add_linear(self, program: Any, out: Storage, x: Storage, weight: str, add: bool = False) -> None:
+    def _add_rms_norm(self, program: Any, out: Storage, x: Storage, weight: str, eps: float) -> None:
+        program.rms_norm(self._place(out), self._place(x), self._vector(weight), eps)
+
+    def _add_layer_norm(
+        self, program: Any, out: Storage, x: Storage, weight: str, bias: str, eps: float
+    ) -> None:
+        program.layer_norm(self._place(out), self._place(x), self._vector(weight), self._vector(bias), eps)
+
+    def _add_head_norm(
+        self, program: Any, x: Storage, first: int, num_heads: int, weight: str, eps: float
+    ) -> None:
+        program.head_norm(self._place(x), first, num_heads, self._vector(weight), eps)
+
+    def _add_linear(
+        self, program: Any, out: Storage, x: Storage, weight: str, then: tuple[Call, ...], add: bool = False
+    ) -> None:
         parts, column = [], 0
         for part in self._parts(weight):
             parts.append((part, column))
             column += part.rows
-        program.linear(self._place(out), self._place(x), parts, add)
+        program.linear(self._place(out), self._place(x), parts, self._pointwise(then), add)
 
-    def _add_linear_add(self, program: Any, out: Storage, x: Storage, weight: str) -> None:
-        self._add_linear(program, out, x, weight, add=True)
+    def _add_linear_add(
+        self, program: Any, out: Storage, x: Storage, weight: str, then: tuple[Call, ...]
+    ) -> None:
+        self._add_linear(program, out, x, weight, then, add=True)
 
-    def _add_gated(self, program: Any, out: Storage, x: Storage, weight: str, activation: str) -> None:
-        _only("gate", activation, "silu")
+    def _add_gated(
+        self, program: Any, out: Storage, x: Storage, weight: str, bias: str | None, activation: Activation
+    ) -> None:
         gate, up = self._parts(weight)
-        program.gated(self._place(out), self._place(x), gate, up)
+        biases = None if bias is None else self._vector(bias)
+        program.gated(self._place(out), self._place(x), gate, up, biases, self._activation(activation))
 
-    def _add_argmax(self, program: Any, x: Storage, weight: str) -> None:
+    def _add_argmax(self, program: Any, x: Storage, weight: str, then: tuple[Call, ...]) -> None:
         (part,) = self._parts(weight)
-        program.argmax(self._place(x), part)
+        program.argmax(self._place(x), part, self._pointwise(then))
 
     def _add_add(self, program: Any, out: Storage, x: Storage) -> None:
         program.add(self._place(out), self._place(x))
 
-    def _add_gate(self, program: Any, out: Storage, x: Storage, activation: str) -> None:
-        _only("gate", activation, "silu")
-        program.silu_gate(self._place(out), self._place(x))
+    def _add_add_bias(self, program: Any, x: Storage, bias: str) -> None:
+        self._change(program, x, Call("add_bias", (bias,)))
+
+    def _add_scale(self, program: Any, x: Storage, factor: float) -> None:
+        self._change(program, x, Call("scale", (factor,)))
+
+    def _add_soft_cap(self, program: Any, x: Storage, cap: float) -> None:
+        self._change(program, x, Call("soft_cap", (cap,)))
+
+    def _change(self, program: Any, x: Storage, call: Call) -> None:
+        (what,) = self._pointwise((call,))
+        program.pointwise(self._place(x), self._place(x), what)
+
+    def _add_activate(self, program: Any, out: Storage, x: Storage, activation: Activation) -> None:
+        (what,) = self._pointwise((Call("activate", (activation,)),))
+        program.pointwise(self._place(out), self._place(x), what)
+
+    def _add_gate(self, program: Any, out: Storage, x: Storage, activation: Activation) -> None:
+        program.gate(self._place(out), self._place(x), self._activation(activation))
+
+    def _pointwise(self, calls: tuple[Call, ...]) -> list[Any]:
+        """What is done to every element, in turn. The calls are without their buffer."""
+        make = self._native.Pointwise
+        makers: dict[str, Callable[[Any], Any]] = {
+            "add_bias": lambda bias: make.bias(self._vector(bias)),
+            "scale": make.multiply,
+            "soft_cap": make.soft_cap,
+            "activate": lambda activation: make.activate(self._activation(activation)),
+        }
+        return [makers[op](*operands) for op, operands in calls]
+
+    def _activation(self, activation: Activation) -> Any:
+        return getattr(self._native.Activation, activation)
 
     def _add_encode(self, program: Any, x: Storage) -> None:
         program.encode(self._place(x))
@@ -339,32 +402,7 @@ class NativeOps:
         interleaved: bool,
         amplitude: float,
     ) -> None:
-        _only("rope", amplitude, 1.0)
-        program.rope(self._place(x), self._rope(freqs), num_heads, head_size, interleaved)
-
-    def _add_rope_write(
-        self,
-        program: Any,
-        x: Storage,
-        freqs: str,
-        num_heads: int,
-        head_size: int,
-        interleaved: bool,
-        amplitude: float,
-        layer: int,
-        shape: AttentionShape,
-    ) -> None:
-        _only("rope", amplitude, 1.0)
-        program.rope(
-            self._place(x),
-            self._rope(freqs),
-            num_heads,
-            head_size,
-            interleaved,
-            layer,
-            self._plan(layer, shape),
-            shape.q_width,
-        )
+        program.rope(self._place(x), self._rope(freqs, amplitude), num_heads, head_size, interleaved)
 
     def _add_write_kv(self, program: Any, layer: int, qkv: Storage, shape: AttentionShape) -> None:
         program.write_kv(self._place(qkv), layer, self._plan(layer, shape), shape.q_width)
@@ -384,11 +422,6 @@ class _Loaded(NamedTuple):
     num_columns: int  # of an argmax
 
 
-def _only(op: str, value: object, known: object) -> None:
-    if value != known:
-        raise NotImplementedError(f"{op} with {value} has no native kernel")
-
-
 def _function(walk: Walk) -> object:
     """A walk without the model whose method it is: that holds this backend, and in a cycle neither would go,
     nor its memory, before the garbage collector found them."""
@@ -400,14 +433,6 @@ def _words(mask: Ints, num_words: int) -> Ints:
     if len(mask) < num_words:
         mask = np.concatenate([mask, np.zeros(num_words - len(mask), mask.dtype)])
     return np.ascontiguousarray(mask)
-
-
-def _last_written(calls: Sequence[contract.Call]) -> str:
-    for call in reversed(calls):
-        if call.op in ("rms_norm", "linear", "add", "gate", "attention", "embedding"):
-            buffer: str = call.operands[0]
-            return buffer
-    raise NotImplementedError("a walk that writes no buffer")
 
 
 def choose_variant(wanted: str) -> str:

@@ -6,15 +6,17 @@ Theory of operation.
 - A buffer's name is not a value: `normed` is written many times. Between two writes it is one *value*, read
   by what comes between, and each value gets the storage its own readers want. So the last norm, whose rows
   are read from outside, keeps floats, while the norms inside the layers keep only what their products read.
-- Fusions: a product whose result is only added to another buffer adds it itself; gate, up and SwiGLU are one
-  step; so are rotation and keeping keys and values. Norms, sums, activations and attention write encoded rows
-  themselves; where a product's result is read encoded, or rows come from outside, a step is put in. So it is
-  after an attention whose KV heads share out a row in parts that are no whole blocks, which it could not
-  encode one by one.
+- Fusions: a product does to its result what follows element by element (bias, factor, cap, activation), and
+  where that is only added to another buffer, it adds it itself; gate, up and what joins them are one step.
+  Steps over rows are fused by the machine that replays them.
+- Norms, sums, activations, products and attention write encoded rows themselves; where others changed a
+  buffer, or rows come from outside, a step is put in. So it is after a product or an attention that shares
+  out a row in parts that are no whole blocks, which it could not encode one by one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,20 +51,21 @@ class Weights(NamedTuple):
 
 
 BLOCK = 32  # columns that are encoded together
-IN_PLACE = {"add": 0, "rope": 0, "linear_add": 0, "rope_write": 0, "encode": 0}  # the operand that is changed
-WRITES = {"embedding": 0, "rms_norm": 0, "linear": 0, "gate": 0, "gated": 0, "attention": 0}
-READS = {  # the operands that are read as floats
-    "rms_norm": (1,),
-    "add": (0, 1),
-    "gate": (1,),
-    "rope": (0,),
-    "rope_write": (0,),
-    "write_kv": (1,),
-    "attention": (2,),
-    "linear_add": (0,),
+POINTWISE = ("add_bias", "scale", "soft_cap")  # in place; a product does them itself
+# Operations by what they do to their first operand: it gets a new value, or the one that it has is changed.
+WRITES = ("embedding", "rms_norm", "layer_norm", "linear", "activate", "gate", "gated", "attention")
+CHANGES = (*POINTWISE, "add", "add_position", "head_norm", "rope", "linear_add")
+READS = {  # the other operand that is read as floats
+    "rms_norm": 1,
+    "layer_norm": 1,
+    "add": 1,
+    "activate": 1,
+    "gate": 1,
+    "write_kv": 1,
+    "attention": 2,
 }
 PRODUCTS = {"linear": (1, 2), "linear_add": (1, 2), "gated": (1, 2), "argmax": (0, 1)}  # (input, weight)
-ENCODE_THEMSELVES = {"embedding", "rms_norm", "add", "gate", "gated", "attention"}
+DO_NOT_ENCODE = ("head_norm", "rope")
 
 
 def record(calls: Sequence[Call], weights: Weights, *, given: str | None, kept: str | None) -> Recorded:
@@ -71,17 +74,24 @@ def record(calls: Sequence[Call], weights: Weights, *, given: str | None, kept: 
     given: a buffer whose rows come from outside; kept: one whose last value is read as floats afterwards.
     Raises `NotImplementedError` for an operation that has no native step.
     """
-    calls = _fuse_adds(_one_rank(calls))
-    calls = _fuse_rotations(_fuse_gates(calls, weights))
-    return _store(calls, weights, given, kept)
+    return _store(_fuse_products(_one_rank(calls), weights), weights, given, kept)
 
 
 def largest(calls: Sequence[Call], weights: Weights, *, given: str) -> Recorded:
     """The program of `calls` whose last product's largest output is wanted, and not its outputs."""
-    *before, last = _one_rank(calls)
+    *before, last = _fuse_products(_one_rank(calls), weights)
     assert last.op == "linear", f"{last.op} ends a walk of which the largest output is wanted"
-    _, x, weight = last.operands
-    return _store([*before, Call("argmax", (x, weight))], weights, given, None)
+    _, x, weight, then = last.operands
+    return _store([*before, Call("argmax", (x, weight, then))], weights, given, None)
+
+
+def last_written(calls: Sequence[Call]) -> str:
+    """The buffer that a walk writes last."""
+    for call in reversed(calls):
+        if call.op in WRITES or call.op in CHANGES:
+            buffer: str = call.operands[0]
+            return buffer
+    raise NotImplementedError("a walk that writes no buffer")
 
 
 # ---- rewrites ----------------------------------------------------------------------------------------------
@@ -98,71 +108,71 @@ def _one_rank(calls: Sequence[Call]) -> list[Call]:
     return kept
 
 
-def _fuse_adds(calls: list[Call]) -> list[Call]:
-    """linear(b, x, w); add(h, b): linear_add(h, x, w), where nothing else reads b."""
+def _fuse_products(calls: list[Call], weights: Weights) -> list[Call]:
+    """Products with what follows them, where it can be part of them: of
 
-    def fused(first: Call, second: Call, rest: Sequence[Call]) -> Call | None:
-        if first.op != "linear" or second.op != "add":
-            return None
-        branch, x, weight = first.operands
-        out, added = second.operands
-        if added != branch or out in (branch, x) or not _is_dead(branch, rest):
-            return None
-        return Call("linear_add", (out, x, weight))
+    linear        (out, x, weight, then)
+    linear_add    (out, x, weight, then): added to `out`
+    gated         (out, x, weight, bias or None, activation)
 
-    return _pairs(calls, fused)
-
-
-def _fuse_gates(calls: list[Call], weights: Weights) -> list[Call]:
-    """linear(g, x, w); gate(out, g, activation): gated(out, x, w, activation), where nothing else reads g."""
-
-    def fused(first: Call, second: Call, rest: Sequence[Call]) -> Call | None:
-        if first.op != "linear" or second.op != "gate":
-            return None
-        gate_up, x, weight = first.operands
-        out, source, activation = second.operands
-        parts = weights.part_rows(weight)
-        halves = len(parts) == 2 and parts[0] == parts[1] and parts[0] % BLOCK == 0
-        if source != gate_up or out == x or not halves or not _is_dead(gate_up, rest):
-            return None
-        return Call("gated", (out, x, weight, activation))
-
-    return _pairs(calls, fused)
-
-
-def _fuse_rotations(calls: list[Call]) -> list[Call]:
-    """rope(x, ...); write_kv(layer, x, shape): rope_write."""
-
-    def fused(first: Call, second: Call, rest: Sequence[Call]) -> Call | None:
-        del rest
-        if first.op != "rope" or second.op != "write_kv" or second.operands[1] != first.operands[0]:
-            return None
-        layer, _, shape = second.operands
-        return Call("rope_write", (*first.operands, layer, shape))
-
-    return _pairs(calls, fused)
-
-
-def _pairs(calls: list[Call], fused: Callable[[Call, Call, Sequence[Call]], Call | None]) -> list[Call]:
+    `then` are calls without the buffer, done to every element of the product in turn.
+    """
     result: list[Call] = []
     index = 0
     while index < len(calls):
-        both = fused(calls[index], calls[index + 1], calls[index + 2 :]) if index + 1 < len(calls) else None
-        result.append(both or calls[index])
-        index += 2 if both else 1
+        call = calls[index]
+        index += 1
+        if call.op == "linear":
+            call, index = _fuse_product(call, calls, index, weights)
+        result.append(call)
     return result
 
 
-def _is_dead(buffer: str, rest: Sequence[Call]) -> bool:
-    """Whether `buffer` is written before it is read."""
-    for call in rest:
-        reads = {call.operands[i] for i in READS.get(call.op, ())}
-        if call.op in PRODUCTS:
-            reads.add(call.operands[PRODUCTS[call.op][0]])
-        if buffer in reads:
+def _fuse_product(product: Call, calls: list[Call], index: int, weights: Weights) -> tuple[Call, int]:
+    """`product` with what it can do of the calls from `index` on, and the index of the first that is left."""
+    out, x, weight = product.operands
+    assert out != x, f"a product of {x} into itself"
+    then: list[Call] = []
+    while index < len(calls):
+        op, operands = calls[index]
+        if op in POINTWISE and operands[0] == out:
+            then.append(Call(op, operands[1:]))
+            index += 1
+            continue
+        if op not in ("activate", "add", "gate") or operands[1] != out:
+            break
+        target = operands[0]
+        if target == x or not (target == out or _is_dead(out, calls, index + 1)):
+            break
+        if op == "activate":
+            then.append(Call(op, operands[2:]))
+            out = target
+            index += 1
+            continue
+        if op == "add" and target != out:
+            return Call("linear_add", (target, x, weight, tuple(then))), index + 1
+        only_bias = [call.op for call in then] in ([], ["add_bias"])
+        if op == "gate" and only_bias and _are_halves(weights.part_rows(weight)):
+            bias = then[0].operands[0] if then else None
+            return Call("gated", (target, x, weight, bias, operands[2])), index + 1
+        break
+    return Call("linear", (out, x, weight, tuple(then))), index
+
+
+def _are_halves(rows: Sequence[int]) -> bool:
+    """Whether a gate and what it is for can be computed, and encoded, side by side."""
+    return len(rows) == 2 and rows[0] == rows[1] and rows[0] % BLOCK == 0
+
+
+def _is_dead(buffer: str, calls: Sequence[Call], index: int) -> bool:
+    """Whether `buffer` is written before it is read, from `index` on."""
+    for call in itertools.islice(calls, index, None):
+        op, operands = call
+        source = READS.get(op, PRODUCTS.get(op, (None,))[0])
+        if source is not None and operands[source] == buffer:
             return False
-        if call.op in WRITES and call.operands[WRITES[call.op]] == buffer:
-            return True
+        if operands[0] == buffer and (op in CHANGES or op in WRITES):
+            return op in WRITES
     return True
 
 
@@ -170,48 +180,52 @@ def _is_dead(buffer: str, rest: Sequence[Call]) -> bool:
 
 
 class _Value:
-    """What a buffer holds from one write to the next."""
+    """What a buffer holds from one write to the next, and the storage that it gets: known at the end."""
 
-    def __init__(self, buffer: str, writer: Call | None) -> None:
+    def __init__(self, buffer: str, encodes: bool) -> None:
         self.buffer = buffer
-        self.writer = writer  # the operation that wrote it last; None: rows from outside
-        self.floats = not _encodes(writer)
+        self.floats = not encodes
         self.encoded = False
+        # Whether the encoded rows, where there are any, are those of the floats: whoever can encode does.
+        self.is_fresh = encodes
 
     def storage(self) -> Storage:
         return Storage(self.buffer, self.floats or not self.encoded, self.encoded)
 
 
 def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str | None) -> Recorded:
-    values: dict[str, _Value] = {} if given is None else {given: _Value(given, None)}
+    values: dict[str, _Value] = {} if given is None else {given: _Value(given, encodes=False)}
     steps: list[tuple[str, list[Any]]] = []
     for call in calls:
         operands = list(call.operands)
-        if call.op not in WRITES and call.op not in READS and call.op not in PRODUCTS:
+        if call.op not in {*WRITES, *CHANGES, *READS, *PRODUCTS}:
             raise NotImplementedError(f"{call.op} has no native kernel")
-        for index in READS.get(call.op, ()):
-            value = values[operands[index]]
+        if call.op in READS:
+            value = values[operands[READS[call.op]]]
             value.floats = True
-            operands[index] = value
+            operands[READS[call.op]] = value
         if call.op in PRODUCTS:
             source, weight = PRODUCTS[call.op]
             value = values[operands[source]]
             floats, encoded = weights.reads_encoded(operands[weight])
             value.floats |= floats
-            if encoded and not value.encoded:
-                value.encoded = True
-                if not _encodes(value.writer):
-                    steps.append(("encode", [value]))
+            value.encoded |= encoded
+            if encoded and not value.is_fresh:
+                value.is_fresh = True
+                steps.append(("encode", [value]))
             operands[source] = value
         if call.op in WRITES:
-            written = values[operands[0]] = _Value(operands[0], call)
-            operands[0] = written
-        elif call.op in IN_PLACE:
-            _rewrite(operands[0], call)
+            value = _Value(operands[0], _encodes(call, weights))
+            values[operands[0]] = value
+            operands[0] = value
+        elif call.op in CHANGES:
+            value = values[operands[0]]
+            value.floats = True
+            value.is_fresh = _encodes(call, weights)
+            operands[0] = value
         steps.append((call.op, operands))
-    last = values[kept] if kept is not None else None
-    if last is not None:
-        last.floats = True
+    if kept is not None:
+        values[kept].floats = True
     instructions = [
         Instruction(op, tuple(o.storage() if isinstance(o, _Value) else o for o in operands))
         for op, operands in steps
@@ -219,19 +233,12 @@ def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str
     return Recorded(instructions, {name: value.storage() for name, value in values.items()})
 
 
-def _encodes(writer: Call | None) -> bool:
-    """Whether an operation can write encoded rows as well."""
-    if writer is None or writer.op not in ENCODE_THEMSELVES:
-        return False
-    if writer.op != "attention":
-        return True
-    shape = writer.operands[3]
-    part: int = shape.num_heads // shape.num_kv_heads * shape.head_size  # of a row, by one KV head
-    return part % BLOCK == 0
-
-
-def _rewrite(value: Any, call: Call) -> None:
-    """An operation in place: the same storage, and what was encoded is stale unless the writer encodes."""
-    assert isinstance(value, _Value)
-    assert not value.encoded, f"{call.op} changes {value.buffer}, whose encoded rows were read already"
-    value.writer = call
+def _encodes(writer: Call, weights: Weights) -> bool:
+    """Whether an operation can write encoded rows as well: where the parts that it shares out are blocks."""
+    if writer.op in ("linear", "linear_add"):
+        return all(rows % BLOCK == 0 for rows in weights.part_rows(writer.operands[2]))
+    if writer.op == "attention":
+        shape = writer.operands[3]
+        part: int = shape.num_heads // shape.num_kv_heads * shape.head_size  # of a row, by one KV head
+        return part % BLOCK == 0
+    return writer.op not in DO_NOT_ENCODE
