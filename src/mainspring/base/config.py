@@ -22,9 +22,9 @@ import msgspec
 
 from mainspring.base import cores
 from mainspring.base.errors import ConfigError
+from mainspring.base.messages import PoolingKind
 
 AUTO_MAX_MODEL_LEN = -1
-NOT_YET = {"data_parallel_size": "Many workers"}
 # What users of vLLM may pass and no field here answers to: the words after its name.
 VLLM_ARGUMENTS = {
     **dict.fromkeys(
@@ -224,7 +224,15 @@ class EngineArgs:
         default="pipes",
         metadata={"help": "how ranks reach each other; gloo needs torch: mainspring[distributed]"},
     )
-    data_parallel_size: int = field(default=1, metadata={"help": "must be 1 so far"})
+    data_parallel_size: int = field(
+        default=1, metadata={"help": "engines side by side, each with the whole model (AsyncLLM, serve)"}
+    )
+    data_parallel_routing: Literal["load", "prefix"] = field(
+        default="load",
+        metadata={
+            "help": "who gets a request: the least busy; or, by its beginning, who may have that cached"
+        },
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "refused: a model is data here"})
     enforce_eager: bool = field(default=False, metadata={"help": "no effect here"})
     disable_log_stats: bool = field(default=True, metadata={"help": "do not fill RequestOutput.metrics"})
@@ -261,6 +269,16 @@ AsyncEngineArgs = EngineArgs  # the same settings, under the name that users of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingFacts:
+    """How a model makes a vector of a text, as its files say; by default as is usual for decoders."""
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    width: int | None = None  # elements of a vector; None: not known before it is computed
+    labels: tuple[str, ...] = ()  # of a head that classifies; empty: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the front end must know of a model; the workers read its file themselves."""
 
@@ -270,6 +288,8 @@ class ModelFacts:
     vocab_size: int  # rows of the output head; ids at or above it do not exist
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # the first is *the* EOS, others act as stop tokens
+    can_generate: bool = True  # False: an encoder, or a model that classifies
+    pooling: PoolingFacts = PoolingFacts()
 
 
 class SchedulerConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -319,6 +339,7 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1  # ranks that share every layer
     pipeline_parallel_size: int = 1  # stages of layers
     collectives: str = "pipes"
+    num_local_engines: int = 1  # that share this machine
 
 
 def usable_cores() -> int:
@@ -382,11 +403,6 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         if not right:
             wrong.append(message)
 
-    for name, issue in NOT_YET.items():
-        require(
-            getattr(args, name) == 1,
-            f"{name} {getattr(args, name)} is not supported yet ({issue!r}); leave it at 1",
-        )
     require(
         not args.trust_remote_code,
         "trust_remote_code: models are data here, no code of theirs is run; leave it out",
@@ -457,7 +473,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
     )
     require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
     executor = args.executor
     if executor == "uniproc" and (tp * pp > 1 or args.distributed_executor_backend == "mp"):
@@ -492,7 +508,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         activations=args.activations,
         kv_cache_dtype=args.kv_cache_dtype,
         instruction_set=args.instruction_set,
-        num_threads=args.num_threads,
+        num_threads=_threads_of_each(args, num_cpus),
         fit_max_model_len=fit,
         num_gpu_blocks_override=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
@@ -501,4 +517,13 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         collectives=args.collectives,
+        num_local_engines=args.data_parallel_size,
     )
+
+
+def _threads_of_each(args: EngineArgs, num_cpus: int) -> int | None:
+    """Of every worker's kernels; None: all cores are its own."""
+    num_workers = args.data_parallel_size * args.tensor_parallel_size * args.pipeline_parallel_size
+    if args.num_threads is not None or num_workers == 1:
+        return args.num_threads
+    return max(1, num_cpus // num_workers)

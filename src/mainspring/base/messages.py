@@ -53,10 +53,29 @@ class LoRARef(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, fro
     load_id: int
 
 
+PoolingKind = Literal["last", "cls", "mean", "all"]
+PoolingActivation = Literal["none", "normalize", "softmax", "sigmoid"]
+
+
+class Pooling(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """What a prompt is read for, where nothing is to be sampled: everything that the model's files or the
+    caller leave open is decided.
+
+    kind: of which tokens' hidden states: the last one's, the first one's (cls), the mean of all, or each
+    (all). `classify`: the model's head makes scores of it. Then the `activation`.
+    """
+
+    kind: PoolingKind
+    activation: PoolingActivation = "normalize"
+    classify: bool = False
+    dimensions: int | None = None  # the first so many elements
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One sequence to run, complete enough to be run again by another core (the journal, see below).
 
-    `sampling_params` is resolved: `seed` and `max_tokens` are set, `n` is 1.
+    `sampling_params` is resolved: `seed` and `max_tokens` are set, `n` is 1. Beside `pooling` it only says
+    whether the prefix cache may be read.
     """
 
     request_id: str  # internal, unique: the caller's id and a random tail
@@ -75,7 +94,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     structured_outputs: StructuredOutputsParams | None = None
     lora: LoRARef | None = None  # refused by name in InputProcessor until adapters exist
     features: list[bytes] | None = None  # multimodal items; refused likewise
-    pooling: bool | None = None  # refused likewise
+    pooling: Pooling | None = None  # the request ends when its prompt is read, and samples nothing
+    data_parallel_rank: int | None = None  # which of several engines is to run it, if it lives
 
 
 # Commands: a type and a `case`, defined once for every client.
@@ -212,6 +232,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     # once, with the first output: prompt tokens found at first admission
     num_cached_tokens: int | None = None
     error: str | None = None  # the cause, where finish_reason is ERROR
+    pooled: npt.NDArray[np.float32] | None = None  # what a request with `pooling` was for; with its end
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -268,6 +289,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_prompt_logprobs: int | None = None  # still wanted, else None: they are delivered once
     has_grammar: bool = False
     lora: LoRARef | None = None
+    pooling: Pooling | None = None  # such a row samples nothing
 
 
 class BlockAppend(NamedTuple):
@@ -288,7 +310,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     A worker keeps `num_computed_tokens` and the tokens of each slot itself and advances them by what the plan
     says. A row whose tokens reach the last one the slot has samples the next (`sampling_rows` lists them,
-    ascending). Order within a step: forget `freed_slots`, take `new_requests`, append `new_blocks`, zero,
+    ascending), or is pooled. Order within a step: forget `freed_slots`, take `new_requests`, append `new_blocks`, zero,
     copy, then compute.
     """
 
@@ -332,6 +354,9 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     ] = {}  # by row: this request cannot go on (its token list is empty); others are fine
     finished_recving: list[str] = []  # request ids whose remote KV has arrived
     failed_recving: list[str] = []  # request ids whose remote KV will never arrive
+    # by row, of requests with `pooling`, in the step that ends the prompt: [elements], of kind all [tokens,
+    # elements]
+    pooled: dict[int, npt.NDArray[np.float32]] = {}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a caller may ask for: sampling parameters, under the names vLLM's users know.
+"""What a caller may ask for: sampling and pooling parameters, under the names vLLM's users know.
 
 The rules.
 1. A value that can be judged without a model is judged here, when the object is made, and refused by name.
@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -276,6 +276,45 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
                 "stop strings need text, and detokenize is False; use stop_token_ids or set detokenize=True",
                 "stop",
             )
+
+
+PoolingTask = Literal["embed", "token_embed", "classify", "score"]
+POOLING_TASKS = ("embed", "token_embed", "classify", "score")
+TASK_ALIASES = {"encode": "token_embed", "embedding": "embed"}  # as older versions of vLLM call them
+
+
+class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What is wanted of a text that is read and not continued. Field names are vLLM's, but for truncation,
+    which vLLM's callers give beside them.
+
+    embed: a vector for the text. token_embed (encode): one for each token. classify: probabilities of the
+    labels of the model's head. score: the number that a head of one label gives.
+
+    Raises `RequestError` that names the field for a value that can never be right.
+    """
+
+    task: PoolingTask | None = None  # None: what the method that takes it does
+    dimensions: int | None = None  # the first so many elements, normalised again
+    # vectors of length 1, scores as probabilities; None: as the model's files say
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None  # a longer prompt is cut; -1: to what the model can read
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: the right one
+    skip_reading_prefix_cache: bool | None = None  # None: where every token's state is needed
+
+    def __post_init__(self) -> None:
+        task = TASK_ALIASES.get(self.task, self.task) if isinstance(self.task, str) else self.task
+        if task is not None and task not in POOLING_TASKS:
+            raise _refusal("task", f"one of {', '.join(POOLING_TASKS)}", self.task)
+        self.task = task  # type: ignore[assignment]
+        if self.dimensions is not None:
+            _integer("dimensions", self.dimensions, 1, MAX_INT)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_INT)
+        if self.truncation_side not in (None, "left", "right"):
+            raise _refusal("truncation_side", "left or right", self.truncation_side)
+        for name in ("use_activation", "skip_reading_prefix_cache"):
+            if getattr(self, name) not in (None, True, False):
+                raise _refusal(name, "True, False or None", getattr(self, name))
 
 
 def _refusal(name: str, expected: str, got: object, param: str | None = None) -> RequestError:

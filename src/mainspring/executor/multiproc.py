@@ -34,11 +34,9 @@ from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from msgspec import structs
-
 from mainspring.base import errors
 from mainspring.base.children import python_path
-from mainspring.base.config import EngineConfig, usable_cores
+from mainspring.base.config import EngineConfig
 from mainspring.base.errors import EngineDeadError, EngineError
 from mainspring.base.messages import (
     Command,
@@ -186,7 +184,6 @@ class MultiprocExecutor:
     def _start(self) -> None:
         config = self._config
         world_size = config.tensor_parallel_size * config.pipeline_parallel_size
-        own_threads = config.num_threads or max(1, usable_cores() // world_size)
         address = "" if config.collectives == "pipes" else f"tcp://127.0.0.1:{_free_port()}"
         links = _links(range(world_size)) if not address else [{} for _ in range(world_size)]
         level = logging.getLevelName(logging.getLogger("mainspring").getEffectiveLevel())
@@ -202,9 +199,8 @@ class MultiprocExecutor:
         loads = []
         for rank in self._ranks:
             descriptors = {number: link.descriptor for number, link in links[rank.number].items()}
-            own = structs.replace(config, num_threads=own_threads)
             loads.append(
-                self._ask(rank, Load(own, rank.number, descriptors, address, level), bool, LOAD_TIMEOUT_S)
+                self._ask(rank, Load(config, rank.number, descriptors, address, level), bool, LOAD_TIMEOUT_S)
             )
         for loaded in loads:
             loaded.result()

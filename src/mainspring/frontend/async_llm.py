@@ -24,9 +24,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
-from mainspring.base.config import EngineArgs
+from mainspring.base.config import EngineArgs, EngineConfig
 from mainspring.base.errors import EngineDeadError, EngineError, QueueOverflowError, RequestError, innermost
 from mainspring.base.log import get_logger
 from mainspring.base.messages import (
@@ -69,6 +69,8 @@ logger = get_logger(__name__)
 SLICE = 1024
 SHUT_DOWN = "the engine was shut down"
 
+T = TypeVar("T")
+
 
 class AsyncClient(Protocol):
     """What is asked of a core; `AsyncMPClient` fits. After its end every method but `abort_requests` and
@@ -83,6 +85,39 @@ class AsyncClient(Protocol):
     async def get_output(self) -> EngineCoreOutputs: ...
 
     async def shutdown(self) -> None: ...
+
+
+def _ways_to_start(
+    args: EngineArgs, given_up: threading.Event | None
+) -> tuple[Callable[[Callable[[], EngineConfig]], Any], Callable[[Any], AsyncClient]]:
+    """How to start a core, or one per data-parallel rank, and how to make its client, on a loop."""
+    from mainspring.engine.launch import CoreProcess
+    from mainspring.engine.mp_client import AsyncMPClient
+
+    timeout_s = args.shutdown_timeout
+    if args.data_parallel_size == 1:
+        return partial(CoreProcess, shutdown_timeout_s=timeout_s, given_up=given_up), AsyncMPClient
+    from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient
+
+    def start(config: Callable[[], EngineConfig]) -> CoreGroup:
+        configs = [_once(config)] * args.data_parallel_size
+        return CoreGroup(configs, shutdown_timeout_s=timeout_s, given_up=given_up)
+
+    return start, partial(DPLBAsyncMPClient, routing=args.data_parallel_routing)
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """What `make` gives, made when first asked for, by whichever thread asks first."""
+    lock = threading.Lock()
+    made: list[T] = []
+
+    def get() -> T:
+        with lock:
+            if not made:
+                made.append(make())
+        return made[0]
+
+    return get
 
 
 # -- one request ---------------------------------------------------------------------------------------------
@@ -421,13 +456,10 @@ class AsyncLLM:
         model that is not there or not sound, `ConfigError` for settings, `EngineDeadError` if the core ends
         meanwhile or another thread sets `given_up`.
         """
-        from mainspring.engine.launch import CoreProcess
-        from mainspring.engine.mp_client import AsyncMPClient
-
-        start = partial(CoreProcess, shutdown_timeout_s=args.shutdown_timeout, given_up=given_up)
+        start, make_client = _ways_to_start(args, given_up)
         process, facts, tokenizer, defaults = start_core(args, start)
         return cls(
-            partial(AsyncMPClient, process),
+            partial(make_client, process),
             *make_processors(args, facts, tokenizer, process.ready.max_model_len),
             tokenizer,
             max_num_queued_reqs=args.max_num_queued_reqs,
@@ -465,6 +497,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue `prompt`. Yields what `sampling_params.output_kind` says until an output is finished; what
         a slow reader misses is merged into what it reads next.
@@ -481,6 +514,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             trace_headers=trace_headers,
+            data_parallel_rank=data_parallel_rank,
         )
         try:
             async for output in stream:
@@ -497,6 +531,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> RequestStream:
         """`generate` in two steps, for callers who must know that a request was accepted before its first
         output is there. Raises as it does; the stream must be closed."""
@@ -506,6 +541,8 @@ class AsyncLLM:
         await self._input_processor.check_structure(params)
         text, requests = self._input_processor.process(request_id, prompt, params, priority, cache_salt)
         self._streams.admission.judge(len(requests), sum(len(r.prompt_token_ids) for r in requests))
+        for request in requests:
+            request.data_parallel_rank = data_parallel_rank
         opened = self._streams.open(request_id, text, requests, trace_headers)
         stream = RequestStream(client, self._streams, opened)
         try:

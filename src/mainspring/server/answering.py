@@ -39,6 +39,7 @@ class Question(NamedTuple):
     priority: int
     cache_salt: str | None
     trace_headers: Mapping[str, str]
+    data_parallel_rank: int | None = None
 
 
 async def answer(
@@ -67,6 +68,7 @@ async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream
             priority=question.priority,
             cache_salt=question.cache_salt,
             trace_headers=question.trace_headers,
+            data_parallel_rank=question.data_parallel_rank,
         )
 
 

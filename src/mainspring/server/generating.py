@@ -25,7 +25,7 @@ from mainspring.server.errors import ApiError
 from mainspring.server.http import JSONReply, while_connected
 from mainspring.server.logprobs import TokenNames
 from mainspring.server.prompts import TokenPrompt, chat_prompt, completion_prompts, is_long, truncated
-from mainspring.server.reading import answer_id, priority_of, read
+from mainspring.server.reading import answer_id, data_parallel_rank_of, priority_of, read
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from mainspring.server.sampling import chat_params, completion_params
@@ -94,6 +94,7 @@ async def _answer(
         priority_of(request, body.priority),
         _salt(body.cache_salt),
         {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
+        data_parallel_rank_of(request),
     )
     if body.use_beam_search:
         search = search_all(llm, question, make_search(body, params, llm))

@@ -55,3 +55,13 @@ def priority_of(request: Request, in_body: int | None) -> int:
         return int(header)
     except ValueError:
         raise ApiError(400, "x-vllm-priority must be a whole number", "x-vllm-priority") from None
+
+
+def data_parallel_rank_of(request: Request) -> int | None:
+    """Which of several engines is to answer, if it was said."""
+    header = request.headers.get("x-data-parallel-rank")
+    if header is None:
+        return None
+    if not (header.isascii() and header.isdigit() and len(header) < 6):
+        raise ApiError(400, "x-data-parallel-rank must be a whole number from 0 on", "x-data-parallel-rank")
+    return int(header)

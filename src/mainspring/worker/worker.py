@@ -50,14 +50,14 @@ def _space_bytes(given: str) -> int:
     return int(gib * 2**30)
 
 
-def kv_pool_bytes(setting: int | None, free_bytes: int) -> int:
+def kv_pool_bytes(setting: int | None, free_bytes: int, num_sharing: int = 1) -> int:
     """The setting, else the environment's `VLLM_CPU_KVCACHE_SPACE`, else a quarter of what is free, at most 4
     GiB. What it was, and why, goes to the log."""
     if setting is not None:
         return setting
     if given := os.environ.get(KV_SPACE):
         return _space_bytes(given)
-    pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE))
+    pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE)) // num_sharing
     logger.info(
         "KV cache: %.2f GiB, a quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
         "kv_cache_memory_bytes sets it",
@@ -119,7 +119,8 @@ class Worker:
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV pool: see `kv_pool_bytes`."""
-        return kv_pool_bytes(self._kv_cache_memory_bytes, free_memory_bytes())
+        num_sharing = self._place.world_size * self._config.num_local_engines
+        return kv_pool_bytes(self._kv_cache_memory_bytes, free_memory_bytes(), num_sharing)
 
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         self._initialized = (own_kv(config, self._place), max_model_len)

@@ -1,0 +1,285 @@
+"""Several engine cores as one: data parallelism of models that need no lock-step.
+
+Theory of operation.
+- Each rank is a whole engine core in a process of its own. The front end chooses one for each request
+  (`router.py`) and knows of every live request where it is; aborts go there.
+- The journal is here: of each live request what it asked and the tokens that were passed on. When a rank
+  dies, its requests go to others, with those tokens as output that is not said again; so nobody's answer
+  loses a token or gets one twice, and greedy and seeded answers go on as they would have. Only the last
+  rank's end is the end.
+- A request that waits for a seat in one rank goes to another where one is free (`router.moves`).
+- Tasks move news from the ranks to one queue; all else happens in the caller's own calls, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec import structs
+
+from mainspring.base.errors import EngineDeadError, RequestError
+from mainspring.base.messages import (
+    Command,
+    CommandResult,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
+from mainspring.engine.launch import ConfigSource, CoreProcess
+from mainspring.engine.mp_client import AsyncMPClient
+from mainspring.engine.proc import Ready
+from mainspring.engine.router import EngineLoad, Routing, moves, pick_engine
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD = 64  # messages in the queue; then they stay with the ranks' clients
+
+
+class CoreGroup:
+    """The processes of all ranks. `close` ends them."""
+
+    def __init__(
+        self,
+        configs: Sequence[ConfigSource],
+        *,
+        shutdown_timeout_s: float = 0.0,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        """Starts them side by side. If one does not start, the others are ended and its error is raised."""
+        given_up = given_up or threading.Event()
+        start = partial(CoreProcess, shutdown_timeout_s=shutdown_timeout_s, given_up=given_up)
+        with ThreadPoolExecutor(len(configs), "mainspring-ranks") as threads:
+            starting = [threads.submit(_started, start, config, given_up) for config in configs]
+        errors = [error for future in starting if (error := future.exception()) is not None]
+        self.processes = [future.result() for future in starting if future.exception() is None]
+        if errors:
+            self.close()
+            raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
+
+    @property
+    def ready(self) -> Ready:
+        """Of all together: the shortest longest request, the blocks of all."""
+        all_ready = [process.ready for process in self.processes]
+        return structs.replace(
+            all_ready[0],
+            max_model_len=min(ready.max_model_len for ready in all_ready),
+            num_gpu_blocks=sum(ready.num_gpu_blocks for ready in all_ready),
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        with ThreadPoolExecutor(max(1, len(self.processes))) as threads:
+            for ended in [threads.submit(process.close) for process in self.processes]:
+                ended.result()
+
+
+def _started(
+    start: Callable[[ConfigSource], CoreProcess], config: ConfigSource, given_up: threading.Event
+) -> CoreProcess:
+    try:
+        return start(config)
+    except BaseException:
+        given_up.set()  # the others need not go on
+        raise
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request, with what was passed on of its answer."""
+
+    request: EngineCoreRequest
+    engine: int
+    num_unread: int  # tokens of the prompt, until the first answer
+
+
+class DPLBAsyncMPClient:
+    """As `AsyncMPClient`, of which it has one per rank."""
+
+    def __init__(self, group: CoreGroup, routing: Routing = "load") -> None:
+        self._clients = [AsyncMPClient(process) for process in group.processes]
+        self.max_model_len = group.ready.max_model_len
+        self._routing: Routing = routing
+        self._alive = set(range(len(self._clients)))
+        self._live: dict[str, _Live] = {}
+        self._unread_tokens = [0] * len(self._clients)
+        self._num_requests = [0] * len(self._clients)
+        self._stats = [SchedulerStats() for _ in self._clients]
+        self._turn = 0
+        self._cause_of_death: str | None = None
+        self._news: asyncio.Queue[tuple[int, EngineCoreOutputs | EngineDeadError]] = asyncio.Queue(MAX_UNREAD)
+        self._readers = [
+            asyncio.get_running_loop().create_task(_read(client, rank, self._news))
+            for rank, client in enumerate(self._clients)
+        ]
+
+    @property
+    def loads(self) -> list[EngineLoad]:
+        return [EngineLoad(*load) for load in zip(self._unread_tokens, self._num_requests, strict=True)]
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """Raises `RequestError` for a rank that there is not, `EngineDeadError` if that one, or all, have
+        ended."""
+        wanted = request.data_parallel_rank
+        if wanted is not None and not 0 <= wanted < len(self._clients):
+            raise RequestError(
+                f"data_parallel_rank {wanted} must be from 0 to {len(self._clients) - 1}",
+                "data_parallel_rank",
+            )
+        await self._place(request)
+
+    async def _place(self, request: EngineCoreRequest) -> None:
+        while True:
+            self._check_alive()
+            engine = self._choose(request)
+            try:
+                await self._clients[engine].add_request(request)
+            except EngineDeadError:  # the reader will say so too, and its requests are moved then
+                self._alive.discard(engine)
+                if request.data_parallel_rank == engine and not request.output_token_ids:
+                    raise
+                continue
+            self._enter(request, engine)
+            return
+
+    def _enter(self, request: EngineCoreRequest, engine: int) -> None:
+        self._live[request.request_id] = _Live(request, engine, len(request.prompt_token_ids))
+        self._unread_tokens[engine] += len(request.prompt_token_ids)
+        self._num_requests[engine] += 1
+
+    def _choose(self, request: EngineCoreRequest) -> int:
+        """A rank that was asked for has it as long as it lives."""
+        if request.data_parallel_rank in self._alive:
+            return request.data_parallel_rank
+        if not self._alive:
+            raise EngineDeadError(self._cause_of_death or "all engine cores have ended")
+        self._turn += 1
+        return pick_engine(self.loads, self._alive, self._turn, request.prompt_token_ids, self._routing)
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        by_engine: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if (live := self._forget(request_id)) is not None:
+                by_engine.setdefault(live.engine, []).append(request_id)
+        for engine, ids in by_engine.items():
+            await self._clients[engine].abort_requests(ids)
+
+    async def call(self, command: Command) -> CommandResult:
+        """Of all ranks: their statistics as one, else whether all say yes."""
+        self._check_alive()
+        ranks = sorted(self._alive)
+        answers = await asyncio.gather(*(self._clients[rank].call(command) for rank in ranks))
+        if all(isinstance(answer, SchedulerStats) for answer in answers):
+            return total(answers)
+        if all(isinstance(answer, bool) for answer in answers):
+            return all(answers)
+        return answers[0]
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """The next news of any rank. Raises `EngineDeadError` once all have ended."""
+        while True:
+            self._check_alive()
+            engine, news = await self._news.get()
+            if isinstance(news, EngineDeadError):
+                await self._move_requests_of(engine, news)
+                continue
+            if news.scheduler_stats is not None:
+                self._stats[engine] = news.scheduler_stats
+                news.scheduler_stats = total(self._stats)
+            news.outputs = [output for output in news.outputs if self._note(output, engine)]
+            await self._rebalance()
+            return news
+
+    async def shutdown(self) -> None:
+        await asyncio.gather(*(client.shutdown() for client in self._clients))
+        for reader in self._readers:
+            reader.cancel()
+        self._die("the engine was shut down")
+
+    def _note(self, output: EngineCoreOutput, engine: int) -> bool:
+        """Into the journal; False for one that is not, or no longer, this rank's to answer."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            return output.finish_reason is not None
+        if live.engine != engine:
+            return False
+        self._unread_tokens[engine] -= live.num_unread
+        live.num_unread = 0
+        live.request.output_token_ids.extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        return True
+
+    def _forget(self, request_id: str) -> _Live | None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._unread_tokens[live.engine] -= live.num_unread
+            self._num_requests[live.engine] -= 1
+        return live
+
+    async def _move_requests_of(self, engine: int, error: EngineDeadError) -> None:
+        self._alive.discard(engine)
+        self._stats[engine] = SchedulerStats()
+        orphans = [live.request for live in self._live.values() if live.engine == engine]
+        if not self._alive:
+            self._die(str(error))
+            return
+        logger.error(
+            "rank %d has ended (%s); its %d requests go on in others: %s",
+            engine, error, len(orphans), ", ".join(map(str, sorted(self._alive))),
+        )  # fmt: skip
+        for request in orphans:
+            self._forget(request.request_id)
+            await self._place(request)
+
+    async def _rebalance(self) -> None:
+        """Who waits in one engine for a seat goes to another that has one free, the longest waiting first: no
+        engine idles while requests wait elsewhere."""
+        for move in moves(self._stats, self._num_requests, self._alive):
+            unanswered = [
+                live.request
+                for live in self._live.values()
+                if live.engine == move.source and live.num_unread and live.request.data_parallel_rank is None
+            ]
+            waiting = unanswered[max(0, len(unanswered) - self._stats[move.source].num_waiting) :]
+            for request in waiting[: move.num_requests]:
+                self._forget(request.request_id)
+                await self._clients[move.source].abort_requests([request.request_id])
+                await self._clients[move.target].add_request(request)
+                self._enter(request, move.target)
+                self._stats[move.source].num_waiting -= 1
+
+    def _die(self, cause: str) -> None:
+        self._cause_of_death = self._cause_of_death or cause
+        self._alive.clear()
+
+    def _check_alive(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death)
+
+
+async def _read(
+    client: AsyncMPClient, rank: int, news: asyncio.Queue[tuple[int, EngineCoreOutputs | EngineDeadError]]
+) -> None:
+    """It knows the client and the queue only, so that a `DPLBAsyncMPClient` that is dropped can be
+    collected."""
+    try:
+        while True:
+            await news.put((rank, await client.get_output()))
+    except EngineDeadError as error:
+        await news.put((rank, error))
+
+
+def total(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Counters and numbers as sums, the share of blocks as the mean."""
+    summed = SchedulerStats(
+        **{name: sum(getattr(one, name) for one in stats) for name in SchedulerStats.__struct_fields__}
+    )
+    summed.kv_cache_usage /= max(1, len(stats))
+    return summed
