@@ -19,8 +19,8 @@ HEAD = """\
 # Flags
 
 Every flag of every command. `docs/make_flags.py` has written this; what one needs to know beside it is in
-[cli.md](cli.md). The engine's settings are the same for all commands that have an engine, so they are here once;
-where a default is not shown, the engine decides, and `mainspring serve` says at its start what it decided.
+[cli.md](cli.md). The engine's settings are the same for all commands that have an engine: they are here once.
+Where a default is not shown, the engine decides, and `mainspring serve` says at its start what it decided.
 """
 
 

@@ -33,6 +33,7 @@ NO_EFFECT_SWITCHES = (
 # What is done here anyway: these values are taken in silence, others refused.
 FITTING = {
     "api-server-count": ("1",),
+    "backend": ("vllm",),  # of benchmarks without a server
     "config-format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "data-parallel-size-local": ("1",),
