@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tiny_llama
 from safetensors.numpy import save_file
 
+from mainspring import LLM, SamplingParams
 from mainspring.base.errors import CheckpointError
 
 
@@ -82,3 +84,24 @@ def test_a_head_and_what_the_config_says_of_it(tied: bool | None, head: str, tmp
         assert tokens[0] == tiny_llama.VOCAB - 1 - expected[0][0]  # its rows are the embedding's, turned over
     else:
         assert tiny_llama.said(folder) == expected
+
+
+def test_what_generation_config_says_holds_where_nothing_is_asked(tmp_path: Path) -> None:
+    """Sampling as the makers advise, and an answer ends at any of their end tokens."""
+    folder = tiny_llama.write(tmp_path / "m", tiny_llama.weights())
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    settings = {"skip_tokenizer_init": True, "in_process": True, "kernels": "numpy", "num_threads": 1}
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    with LLM(folder, **settings) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        (plain,) = llm.generate([prompt], greedy, use_tqdm=False)
+    end = plain.outputs[0].token_ids[4]
+    advice = {"eos_token_id": [0, end], "top_k": 1, "temperature": 0.7, "max_new_tokens": 9}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    with LLM(folder, **settings) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(top_k=1, temperature=0.7, max_tokens=9)
+        (answer,) = llm.generate([prompt], use_tqdm=False)
+    found = answer.outputs[0]
+    expected = plain.outputs[0].token_ids
+    assert found.token_ids == expected[: expected.index(end) + 1]
+    assert (found.finish_reason, found.stop_reason) == ("stop", end)

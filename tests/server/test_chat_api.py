@@ -314,6 +314,15 @@ def test_defaults_of_the_server():
         assert seen(temperature=1.0, top_k=0, repetition_penalty=1.0, max_tokens=9) == (1.0, 0, 1.0, 9)
 
 
+def test_advice_of_the_models_makers():
+    """It goes before the API's defaults, and after what the server's owner and the request say."""
+    advice = {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    with scripted(engine={"sampling_defaults": advice}, override_generation_config={"top_k": 5}) as server:
+        assert server.chat(max_tokens=None, temperature=0.2).status == 200
+        params = server.core.inner.seen[-1].sampling_params
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.2, 5, 7)
+
+
 @pytest.mark.parametrize(
     "body",
     [
