@@ -12,7 +12,7 @@ from typing import Any
 
 from mainspring.cli import bench, program
 from mainspring.cli.completion import described
-from mainspring.cli.dialect import GROUPS
+from mainspring.cli.flags import GROUPS
 
 DOCUMENT = Path(__file__).parent / "flags.md"
 HEAD = """\

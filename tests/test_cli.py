@@ -22,15 +22,10 @@ from mainspring.base.errors import ConfigError, EngineDeadError, EngineError
 from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.base.params import SamplingParams
 from mainspring.cli import bench, chat, generate, main, program, session
-from mainspring.cli.dialect import (
-    Parser,
-    add_engine_flags,
-    engine_arguments,
-    human_int,
-    nearest,
-    one_spelling,
-)
+from mainspring.cli.dialect import Parser, nearest, one_spelling
+from mainspring.cli.flags import add_engine_flags, engine_arguments
 from mainspring.cli.sampling import HELP, add_sampling_flags, sampling_params
+from mainspring.cli.values import human_int
 
 # --- the dialect --------------------------------------------------------------------------------------------
 

@@ -12,14 +12,8 @@ import pytest
 
 from mainspring.base.errors import ConfigError
 from mainspring.cli import bench, main, program, serve
-from mainspring.cli.dialect import (
-    Parser,
-    add_common_flags,
-    add_engine_flags,
-    add_flag,
-    engine_arguments,
-    log_level,
-)
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, add_engine_flags, add_flag, engine_arguments, log_level
 
 SCREEN = 40  # lines
 

@@ -16,17 +16,9 @@ from typing import TYPE_CHECKING, Any
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import (
-    Parser,
-    add_common_flags,
-    add_engine_flags,
-    add_flag,
-    engine_arguments,
-    json_object,
-    log_level,
-    nearest,
-    real,
-)
+from mainspring.cli.dialect import Parser, nearest
+from mainspring.cli.flags import add_common_flags, add_engine_flags, add_flag, engine_arguments, log_level
+from mainspring.cli.values import json_object, real
 
 if TYPE_CHECKING:
     from mainspring.bench.arguments import LoadArgs

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 
-from mainspring.cli.dialect import Parser, add_common_flags
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags
 
 EXAMPLES = ("", "--clear", "--json")
 

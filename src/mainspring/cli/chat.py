@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mainspring.base.errors import EngineDeadError, EngineError, RequestError
 from mainspring.base.params import SamplingParams
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, add_engine_flags
 from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
 from mainspring.cli.session import (
     ENGINE_WORDS,

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mainspring.base.errors import EngineError, RequestError
-from mainspring.cli.dialect import Parser, add_help_flag
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_help_flag
 from mainspring.cli.sampling import DEFAULTS, HELP, add_sampling_flags
 from mainspring.cli.session import not_utf8, standard_input
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from mainspring.base.errors import ConfigError
 from mainspring.cli import bench, program
-from mainspring.cli.dialect import Parser, add_help_flag, nearest
+from mainspring.cli.dialect import Parser, nearest
+from mainspring.cli.flags import add_help_flag
 
 EXAMPLES = (
     'bash   # in ~/.bashrc: eval "$(mainspring completion bash)"',

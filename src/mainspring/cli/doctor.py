@@ -22,13 +22,8 @@ from mainspring.base.cores import allowed_cores, cpu_quota
 from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.log import set_up_logging
 from mainspring.base.memory import free_memory_bytes
-from mainspring.cli.dialect import (
-    Parser,
-    add_common_flags,
-    add_engine_flags,
-    log_level,
-    model_argument,
-)
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, add_engine_flags, log_level, model_argument
 
 if TYPE_CHECKING:
     from mainspring.cli.forecast import Forecast

@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 from mainspring.base.errors import RequestError
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, token_ids
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, add_engine_flags
 from mainspring.cli.sampling import add_sampling_flags, sampling_params, unasked_limit
 from mainspring.cli.session import ENGINE_WORDS, answer, not_utf8, open_model, say_if_odd, standard_input
 from mainspring.cli.structure import add_structure_flags, structure
+from mainspring.cli.values import token_ids
 
 EXAMPLES = (
     '--prompt "Once upon a time" --max-tokens 40',

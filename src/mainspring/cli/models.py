@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mainspring.base.errors import CheckpointError, ConfigError
-from mainspring.cli.dialect import Parser, add_common_flags, nearest
+from mainspring.cli.dialect import Parser, nearest
+from mainspring.cli.flags import add_common_flags
 
 if TYPE_CHECKING:
     from mainspring.checkpoint.images import ImageInfo

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import Parser, add_common_flags, log_level
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, log_level
 
 if TYPE_CHECKING:
     from mainspring.checkpoint.catalog import Listing

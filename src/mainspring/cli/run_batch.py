@@ -22,7 +22,8 @@ from typing import IO, TYPE_CHECKING
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineError, RequestError
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import Parser, add_common_flags, add_engine_flags, engine_arguments, log_level
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_common_flags, add_engine_flags, engine_arguments, log_level
 from mainspring.cli.serve import add_server_flags
 from mainspring.cli.session import say, standard_input
 from mainspring.server.settings import ServerSettings

@@ -6,7 +6,8 @@ import argparse
 import typing
 
 from mainspring.base.params import SamplingParams
-from mainspring.cli.dialect import Parser, add_flag
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_flag
 
 HELP = {
     "max_tokens": "most tokens to write",

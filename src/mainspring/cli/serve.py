@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from mainspring.base.config import EngineArgs, EngineConfig
 from mainspring.base.errors import ConfigError
 from mainspring.base.log import set_up_logging
-from mainspring.cli.dialect import (
-    Parser,
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import (
     add_engine_flags,
     add_flag,
     add_help_flag,

@@ -14,7 +14,7 @@ import msgspec
 from mainspring.base.errors import EngineError, RequestError
 from mainspring.base.log import set_up_logging
 from mainspring.base.params import SamplingParams
-from mainspring.cli.dialect import engine_arguments, log_level
+from mainspring.cli.flags import engine_arguments, log_level
 
 if TYPE_CHECKING:
     from mainspring.base.outputs import CompletionOutput
