@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +12,8 @@ import pytest
 
 from mainspring.base.messages import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from mainspring.kernels import attention as tiles
-from mainspring.kernels.ops import AttentionShape, Batch, Floats, LazyWeight
-from mainspring.kernels.ref import RefOps
+from mainspring.kernels.ops import Activation, AttentionShape, Batch, Floats, LazyWeight
+from mainspring.kernels.ref import RefOps, _error_function
 
 SIZES = (0, 1, 7, 64)
 BLOCK_SIZE = 4
@@ -47,6 +49,67 @@ def test_rms_norm(rows: int, width: int) -> None:
         for r in x
     ]
     np.testing.assert_allclose(ops.read("out"), np.reshape(expected, (rows, width)), **CLOSE)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_layer_norm(rows: int, width: int) -> None:
+    """Also far from 0, and in place."""
+    ops = ops_with(x=width, out=width)
+    x, weight, bias = random(rows, width) + np.float32(3), random(width, seed=1), random(width, seed=2)
+    ops.add_weight("w", weight)
+    ops.add_weight("b", bias)
+    ops.run_rows(
+        "x", x, lambda o: (o.layer_norm("out", "x", "w", "b", 1e-3), o.layer_norm("x", "x", "w", "b", 1e-3))
+    )
+    expected = []
+    for row in x.astype(float):
+        mean = sum(row) / width
+        variance = sum((v - mean) ** 2 for v in row) / width
+        expected.append([(v - mean) / math.sqrt(variance + 1e-3) for v in row] * weight + bias)
+    expected = np.reshape(expected, (rows, width))
+    np.testing.assert_allclose(ops.read("out"), expected, rtol=2e-5, atol=1e-4)
+    np.testing.assert_array_equal(ops.read("x"), ops.read("out"))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize(
+    ("first", "num_heads", "size"), [(0, 1, 9), (0, 3, 3), (2, 7, 1), (4, 1, 5), (9, 0, 4)]
+)
+def test_head_norm(rows: int, first: int, num_heads: int, size: int) -> None:
+    """Only the pieces that are named change."""
+    ops = ops_with(x=9)
+    x, weight = random(rows, 9), random(size, seed=1)
+    ops.add_weight("w", weight)
+    ops.run_rows("x", x, lambda o: o.head_norm("x", first, num_heads, "w", 1e-5))
+    expected = x.astype(float)
+    for row in expected:
+        for head in range(num_heads):
+            piece = row[first + head * size : first + (head + 1) * size]
+            piece *= weight / math.sqrt(sum(v * v for v in piece) / size + 1e-5)
+    np.testing.assert_allclose(ops.read("x"), expected, **CLOSE)
+
+
+def test_rms_norm_in_place() -> None:
+    ops = ops_with(x=7, out=7)
+    ops.add_weight("w", random(7))
+    x = random(5, 7, seed=1)
+    ops.run_rows("x", x, lambda o: (o.rms_norm("out", "x", "w", 1e-5), o.rms_norm("x", "x", "w", 1e-5)))
+    np.testing.assert_array_equal(ops.read("x"), ops.read("out"))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_add_bias_scale_and_soft_cap(rows: int) -> None:
+    ops = ops_with(x=7)
+    x, bias = random(rows, 7), random(7, seed=1)
+    ops.add_weight("b", bias)
+    ops.run_rows("x", x, lambda o: o.add_bias("x", "b"))
+    np.testing.assert_array_equal(ops.read("x"), x + bias)
+    ops.run_rows("x", x, lambda o: o.scale("x", 0.3))
+    np.testing.assert_array_equal(ops.read("x"), x * np.float32(0.3))
+    ops.run_rows("x", 40 * x, lambda o: o.soft_cap("x", 30.0))
+    expected = [[30.0 * math.tanh(40.0 * float(v) / 30.0) for v in row] for row in x]
+    np.testing.assert_allclose(ops.read("x"), np.reshape(expected, (rows, 7)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 48, 49, 64])
@@ -91,18 +154,48 @@ def test_add(rows: int) -> None:
     np.testing.assert_array_equal(ops.read("out"), 2 * random(rows, 3))
 
 
+def _silu(x: float) -> float:
+    return x / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _gelu(x: float) -> float:
+    return x * 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def _gelu_tanh(x: float) -> float:
+    return x * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: dict[Activation, Callable[[float], float]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("width", [1, 7, 64])
-def test_gate(rows: int, width: int) -> None:
+def test_activate_and_gate(rows: int, width: int, activation: Activation) -> None:
     """Also far from zero, where exp() overflows: silu is 0 there, not NaN."""
-    x = random(rows, 2 * width) * np.float32(60.0)
-    ops = ops_with(x=2 * width, out=width)
-    ops.run_rows("x", x, lambda o: o.gate("out", "x", "silu"))
-    gate, up = x[:, :width].astype(float), x[:, width:].astype(float)
-    expected = [
-        [g / (1 + np.exp(-g)) * u for g, u in zip(*r, strict=True)] for r in zip(gate, up, strict=True)
-    ]
-    np.testing.assert_allclose(ops.read("out"), np.reshape(expected, (rows, width)), rtol=1e-5, atol=1e-6)
+    x = random(rows, 2 * width)
+    x[::2] *= np.float32(60.0)
+    ops = ops_with(x=2 * width, activated=2 * width, out=width)
+    ops.run_rows("x", x, lambda o: (o.activate("activated", "x", activation), o.gate("out", "x", activation)))
+    function = ACTIVATIONS[activation]
+    activated = np.reshape([[function(float(v)) for v in row] for row in x], x.shape)
+    np.testing.assert_allclose(ops.read("activated"), activated, rtol=1e-5, atol=1e-6)
+    gated = activated[:, :width] * x[:, width:]
+    np.testing.assert_allclose(ops.read("out"), gated, rtol=1e-5, atol=1e-4)
+
+
+def test_error_function() -> None:
+    """Where its two forms meet, too, and beyond where it is 1 in float64."""
+    x = np.concatenate([np.linspace(-8, 8, 20_001), [0.0, -0.0, 1e-300, 2.0, np.nextafter(2.0, 0), 1e300]])
+    expected = np.array([math.erf(v) for v in x])
+    np.testing.assert_allclose(_error_function(x), expected, rtol=0, atol=1e-14)
+    assert _error_function(np.array([np.inf, -np.inf])).tolist() == [1.0, -1.0]
+    assert np.isnan(_error_function(np.array([np.nan])))[0]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -149,10 +242,26 @@ def test_embedding(rows: int) -> None:
     np.testing.assert_array_equal(ops.read("out"), random(11, 3)[batch.token_ids])
 
 
+def test_positions_are_added_to_embeddings() -> None:
+    """Each request counts its own, from where its chunk begins."""
+    ops = ops_with(out=3)
+    tokens, positions = random(11, 3), random(40, 3, seed=1)
+    ops.add_weight("w", tokens)
+    ops.add_weight("p", positions)
+    ops.allocate_kv(KVCacheConfig(32, BLOCK_SIZE, (KVCacheGroup((0,), KVCacheSpec(1, 2)),)))
+    batch = batch_of([(0, 1), (5, 7), (39, 1)])
+    ops.run(batch, lambda o: (o.embedding("out", "w"), o.add_position("out", "p")))
+    expected = [
+        tokens[t] + positions[p] for t, p in zip(batch.token_ids, [0, *range(5, 12), 39], strict=True)
+    ]
+    np.testing.assert_array_equal(ops.read("out"), expected)
+
+
+@pytest.mark.parametrize("amplitude", [1.0, 1.19])
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "size", "n"), [(1, 2, 1), (3, 8, 4), (5, 6, 2)])
-def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int) -> None:
+def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int, amplitude: float) -> None:
     """The last case turns only a part of each head; columns behind the heads are values and stay, too.
 
     Case B154: a far position is turned as exactly as a near one.
@@ -167,7 +276,7 @@ def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int) -> No
 
     def fill_and_turn(o: RefOps) -> None:
         o.read("x")[...] = x
-        o.rope("x", "f", heads, size, interleaved, 1.0)
+        o.rope("x", "f", heads, size, interleaved, amplitude)
 
     ops.run(batch, fill_and_turn)
     expected = x.astype(float)
@@ -177,8 +286,8 @@ def test_rope(rows: int, interleaved: bool, heads: int, size: int, n: int) -> No
         a, b = head * size + a, head * size + b
         u, v = float(x[row, a]), float(x[row, b])
         expected[row, a], expected[row, b] = (
-            u * np.cos(angle) - v * np.sin(angle),
-            u * np.sin(angle) + v * np.cos(angle),
+            amplitude * (u * np.cos(angle) - v * np.sin(angle)),
+            amplitude * (u * np.sin(angle) + v * np.cos(angle)),
         )
     np.testing.assert_allclose(ops.read("x"), expected, rtol=1e-5, atol=1e-6)
 
@@ -199,7 +308,10 @@ def naive(history: Floats, shape: AttentionShape) -> npt.NDArray[np.float64]:
         first = 0 if shape.sliding_window is None else max(0, t - shape.sliding_window + 1)
         seen = range(first, t + 1 if shape.causal else len(rows))
         kv_head = head // (heads // kv_heads)
-        weights = np.exp([shape.scale * (q[t, head] @ k[s, kv_head]) for s in seen])
+        scores = [shape.scale * (q[t, head] @ k[s, kv_head]) for s in seen]
+        if shape.soft_cap:
+            scores = [shape.soft_cap * math.tanh(score / shape.soft_cap) for score in scores]
+        weights = np.exp(scores)
         out[t, head] = sum(w * v[s, kv_head] for w, s in zip(weights, seen, strict=True)) / weights.sum()
     return out.reshape(len(rows), shape.q_width)
 
@@ -246,6 +358,8 @@ SHAPES = {
     "window 1": AttentionShape(4, 2, 4, 0.5, sliding_window=1),
     "window 5": AttentionShape(4, 2, 4, 0.5, sliding_window=5),
     "window 8": AttentionShape(4, 2, 4, 0.5, sliding_window=8),
+    "capped": AttentionShape(4, 2, 4, 0.5, soft_cap=0.7),
+    "capped, window 5": AttentionShape(4, 2, 4, 0.5, sliding_window=5, soft_cap=2.0),
 }
 
 
@@ -268,8 +382,9 @@ def test_any_chunking_is_the_naive_loop(
             np.testing.assert_allclose(found, naive(history, shape), **CLOSE)
 
 
-def test_not_causal() -> None:
-    shape = AttentionShape(6, 2, 4, 0.5, causal=False)
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+def test_not_causal(soft_cap: float) -> None:
+    shape = AttentionShape(6, 2, 4, 0.5, causal=False, soft_cap=soft_cap)
     histories = histories_for(shape, 1, 70, 7)
     for found, history in zip(paged([[1, 70, 7]], histories, shape), histories, strict=True):
         np.testing.assert_allclose(found, naive(history, shape), **CLOSE)
