@@ -22,7 +22,7 @@ import msgspec
 
 from mainspring.base import cores
 from mainspring.base.errors import ConfigError
-from mainspring.base.messages import PoolingKind
+from mainspring.base.params import PoolingKind
 
 AUTO_MAX_MODEL_LEN = -1
 # What users of vLLM may pass and no field here answers to: the words after its name.

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mainspring.base.params import SamplingParams, StructuredOutputsParams
+from mainspring.base.params import PoolingKind, SamplingParams, StructuredOutputsParams
 
 
 class FinishReason(IntEnum):
@@ -53,7 +53,6 @@ class LoRARef(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, fro
     load_id: int
 
 
-PoolingKind = Literal["last", "cls", "mean", "all"]
 PoolingActivation = Literal["none", "normalize", "softmax", "sigmoid"]
 
 
@@ -310,8 +309,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
     A worker keeps `num_computed_tokens` and the tokens of each slot itself and advances them by what the plan
     says. A row whose tokens reach the last one the slot has samples the next (`sampling_rows` lists them,
-    ascending), or is pooled. Order within a step: forget `freed_slots`, take `new_requests`, append `new_blocks`, zero,
-    copy, then compute.
+    ascending), or is pooled. Order within a step: forget `freed_slots`, take `new_requests`, append
+    `new_blocks`, zero, copy, then compute.
     """
 
     step_id: int

@@ -278,6 +278,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, dict=F
             )
 
 
+PoolingKind = Literal["last", "cls", "mean", "all"]
 PoolingTask = Literal["embed", "token_embed", "classify", "score"]
 POOLING_TASKS = ("embed", "token_embed", "classify", "score")
 TASK_ALIASES = {"encode": "token_embed", "embedding": "embed"}  # as older versions of vLLM call them

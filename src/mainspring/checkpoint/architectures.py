@@ -25,6 +25,8 @@ ARCHITECTURES: Final = (
     "smollm3",
 )
 
+ENCODERS: Final = ("bert",)  # which have no head: they give hidden states only
+
 
 def check_architecture(metadata: Mapping[str, Any]) -> str:
     """The file's `general.architecture`. Raises `CheckpointError` unless it is one of `ARCHITECTURES`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -11,11 +12,12 @@ import msgspec
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.base.params import SamplingParams
-from mainspring.checkpoint.architectures import check_architecture
+from mainspring.checkpoint.architectures import ENCODERS, check_architecture
 from mainspring.checkpoint.folder import CONFIG_FILE, ModelFolder
 from mainspring.checkpoint.gguf import GGUFFile
 from mainspring.checkpoint.hf_config import GENERATION
 from mainspring.checkpoint.opening import Checkpoint
+from mainspring.checkpoint.pooling import folder_pooling, gguf_pooling, longest_text
 from mainspring.checkpoint.quoting import quoted
 
 END_KEYS: Final = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first there is *the* EOS
@@ -52,6 +54,8 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
         vocab_size=file.info("token_embd.weight").shape[0],
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
+        can_generate=architecture not in ENCODERS,
+        pooling=gguf_pooling(file, architecture),
     )
 
 
@@ -62,13 +66,13 @@ def folder_facts(folder: ModelFolder) -> ModelFacts:
     ends = _token_ids(generation, "eos_token_id", where) or facts.eos_token_ids
     eos, bos = _special_id(folder, "eos_token"), _special_id(folder, "bos_token")
     first = () if eos is None else (eos,)
-    return ModelFacts(
-        path=facts.path,
-        architecture=facts.architecture,
-        max_position_embeddings=facts.max_position_embeddings,
-        vocab_size=facts.vocab_size,
+    most = facts.max_position_embeddings
+    return replace(
+        facts,
+        max_position_embeddings=min(most, longest_text(folder) or most),
         bos_token_id=facts.bos_token_id if bos is None else bos,
         eos_token_ids=tuple(dict.fromkeys((*first, *ends))),
+        pooling=folder_pooling(folder),
     )
 
 
@@ -92,6 +96,7 @@ def config_facts(model: str, config: Mapping[str, Any], shown: str = "the config
         vocab_size=read("vocab_size"),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_token_ids(config, "eos_token_id", shown) or _token_ids(inner, "eos_token_id", shown),
+        can_generate=config.get("model_type") not in ENCODERS,
     )
 
 

@@ -91,6 +91,8 @@ class Request:
         self.token_ids = message.prompt_token_ids + message.output_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         limit = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        if self.is_pooled:
+            limit = self.num_prompt_tokens
         self.max_total_tokens = min(max_model_len, limit)
         self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
         self.eos_token_id = message.eos_token_id
@@ -128,6 +130,11 @@ class Request:
         if computed < known:
             return known - computed
         return 1 if computed < self.max_total_tokens - 1 else 0
+
+    @property
+    def is_pooled(self) -> bool:
+        """It is over when its prompt is read: it samples nothing, so it has no token to wait for."""
+        return self.message.pooling is not None
 
     @property
     def holds_kv(self) -> bool:

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable
 from enum import Enum, auto
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from mainspring.base.config import SchedulerConfig
@@ -133,7 +134,7 @@ class Scheduler:
             return "the prompt has no tokens"
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
-        if num_tokens >= self.config.max_model_len:
+        if num_tokens + (message.pooling is None) > self.config.max_model_len:
             return f"{num_tokens} tokens leave no room within max_model_len {self.config.max_model_len}"
         max_tokens = message.sampling_params.max_tokens
         if max_tokens is not None and len(message.output_token_ids) >= max_tokens:
@@ -420,6 +421,7 @@ class Scheduler:
                 num_prompt_logprobs=params.prompt_logprobs if request.wants_prompt_logprobs else None,
                 has_grammar=request.grammar is not None,
                 lora=message.lora,
+                pooling=message.pooling,
             )
         )
         step.add(request, n)
@@ -470,14 +472,18 @@ class Scheduler:
         chunks = []
         even = not step.skipped  # every running request has a row, of one token, that samples
         for request, n in step.counts.items():
-            if n > 1 or request.num_computed_tokens < len(request.token_ids):
+            if n > 1 or request.num_computed_tokens < len(request.token_ids) or request.is_pooled:
                 chunks.append(Chunk(request, request.generation, request.num_computed_tokens))
                 even = False
         if even and self._steady is not None:
             return self._steady, chunks
         requests = [request for request in self.running if request not in step.skipped]
         counts = step.counts
-        sampling = [i for i, r in enumerate(requests) if r.num_computed_tokens >= len(r.token_ids)]
+        sampling = [
+            i
+            for i, request in enumerate(requests)
+            if request.num_computed_tokens >= len(request.token_ids) and not request.is_pooled
+        ]
         rows = Rows(
             requests,
             [request.generation for request in requests],
@@ -608,6 +614,9 @@ class Scheduler:
                     request.outbox.append(EngineCoreOutput(request.request_id, tokens))
                     continue
             self._book(request, tokens)
+        for row, pooled in result.pooled.items():
+            if rows.requests[row].generation == rows.generations[row]:
+                self._book_pooled(rows.requests[row], pooled)
         for row, cause in result.errors.items():
             if rows.requests[row].generation == rows.generations[row]:
                 self.fail_request(rows.requests[row].request_id, cause)
@@ -643,18 +652,28 @@ class Scheduler:
         request.num_booked_tokens = num_before + max(0, num_kept - 1)
         self.kv.publish(request, request.num_booked_tokens)
         output = EngineCoreOutput(request.request_id, tokens[:num_kept], error=cause)
-        if not request.has_delivered:
-            output.num_cached_tokens = request.num_cached_tokens
-            request.has_delivered = True
-        if request.events:
-            output.events, request.events = request.events, []
-        request.outbox.append(output)
+        self._say(request, output)
         if stop is not None:
             output.finish_reason, output.stop_reason = stop
             self._finish(request, stop.reason)
         elif request.grammar is None:
             next_full_block = (request.num_booked_tokens // self.kv.block_size + 1) * self.kv.block_size
             request.attend_at = min(next_full_block + 1, request.max_total_tokens)
+
+    def _book_pooled(self, request: Request, pooled: npt.NDArray[np.float32]) -> None:
+        """The prompt is read, and that was all that was wanted of it."""
+        output = EngineCoreOutput(request.request_id, [], FinishReason.STOP, pooled=pooled)
+        self._say(request, output)
+        self._finish(request, FinishReason.STOP)
+
+    def _say(self, request: Request, output: EngineCoreOutput) -> None:
+        """With what is said once, or since the last time."""
+        if not request.has_delivered:
+            output.num_cached_tokens = request.num_cached_tokens
+            request.has_delivered = True
+        if request.events:
+            output.events, request.events = request.events, []
+        request.outbox.append(output)
 
     def _attach_logprobs(self, rows: Rows, result: ModelRunnerOutput) -> None:
         said = {

@@ -30,6 +30,8 @@ class Decoder:
         self.ops = ops
         self.vocab_size = spec.vocab_size
         self.weights_form = "float32"  # or "by layer": dequantised at each use, which is slow
+        # A pooled vector -> the scores of labels; set by who loads a model that has such a head.
+        self.classifier: Callable[[Floats], Floats] | None = None
         self._head_weight = "embedding" if spec.tied_embeddings else "head"
         self._all_logits = "logits" if spec.head_size is None else "all_logits"
         self._add_buffers()

@@ -20,6 +20,7 @@ from mainspring.kernels.native import (
 )
 from mainspring.kernels.ref import RefOps
 from mainspring.kernels.threads import set_blas_threads
+from mainspring.models.classifier import read_classifier
 from mainspring.models.decoder import Decoder
 from mainspring.models.families import Model, from_config, from_folder, from_gguf
 from mainspring.models.packing import Progress, pack_weights
@@ -56,6 +57,7 @@ def load_model(
         model = read_model(source, config.scheduler.max_model_len)
         # Checked before anything of the announced sizes is made.
         decoder = _load(config, model, tensors_of(model, source), progress, place, collectives)
+        decoder.classifier = read_classifier(source, model.spec.hidden_size)
     except CheckpointError as error:
         source.close()
         raise CheckpointError(f"{config.model}: {error}") from error

@@ -79,6 +79,7 @@ class AttnSpec:
             self.head_size,
             dtype_bytes,
             sliding_window=self.sliding_window,
+            causal=self.causal,
             scale_bytes=scale_bytes,
         )
 

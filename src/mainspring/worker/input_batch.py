@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mainspring.base.messages import KVCacheConfig, NewRequestData, SchedulerOutput, TokenLogprobs
 from mainspring.kernels.ops import Batch
+from mainspring.worker.pooling import Classifier, Pool
 from mainspring.worker.sampling_state import SamplingState
 
 
@@ -35,6 +36,7 @@ class Slot:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # why it cannot go on; it is told with each of its rows until the scheduler ends it
     error: str | None = None
+    pool: Pool | None = None  # where it samples nothing: what was read so far
 
 
 class InputBatch:
@@ -47,8 +49,11 @@ class InputBatch:
         vocab_size: int,
         kv: KVCacheConfig,
         plan_sampling: Callable[[SamplingState], Any] = lambda state: None,
+        classifier: Classifier | None = None,
     ) -> None:
+        """classifier: the model's head, where it has one."""
         self.vocab_size = vocab_size
+        self._classifier = classifier
         self._plan_sampling = plan_sampling
         self.block_size = kv.block_size
         self.slots: list[Slot | None] = [None] * max_num_seqs
@@ -60,7 +65,7 @@ class InputBatch:
         max_blocks = -(-max_model_len // kv.block_size)
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in kv.groups]
         self.num_blocks = np.zeros((len(kv.groups), max_num_seqs), dtype=np.int32)
-        # slots that want prompt log-probabilities or have an error: usually none
+        # slots that want prompt log-probabilities, are pooled or have an error: usually none
         self.watched: set[int] = set()
 
     def apply(self, plan: SchedulerOutput) -> None:
@@ -135,7 +140,7 @@ class InputBatch:
         for slot, state in enumerate(self.slots):
             if state is None:
                 continue
-            watched = state.num_prompt_logprobs is not None or state.error is not None
+            watched = any(x is not None for x in (state.num_prompt_logprobs, state.error, state.pool))
             assert watched == (slot in self.watched), f"slot {slot}: watched"
             tokens = state.sampling.token_ids
             assert self.num_tokens[slot] == len(tokens), (
@@ -155,7 +160,9 @@ class InputBatch:
         self.slots[slot] = Slot(new.request_id, state, self._plan_sampling(state), new.num_prompt_logprobs)
         self.greedy_from[slot] = state.greedy_from
         self.watched.discard(slot)
-        if new.num_prompt_logprobs is not None:
+        if new.pooling is not None:
+            self.at(slot).pool = Pool(new.pooling, self._classifier)
+        if new.num_prompt_logprobs is not None or new.pooling is not None:
             self.watched.add(slot)
         self.num_tokens[slot] = len(new.token_ids)
         self.last_token[slot] = new.token_ids[-1]

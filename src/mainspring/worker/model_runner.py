@@ -9,6 +9,9 @@ an assert says so.
 A request that cannot go on (no token allowed, logits not finite) is reported in `errors` and, because the
 scheduler may have planned its next rows already, stays in its slot with a filler token until it is freed.
 
+A row that is pooled samples nothing: its hidden states go into its `Pool` at the first call, and the result
+is there when its prompt ends.
+
 Sampling rows are of two classes. A row that is greedy and nothing else, be it under a grammar's mask, is
 left to the model's head where that finds largest logits itself, without keeping any. All others have their
 logits computed, a few rows at a time, so that their memory does not grow with the batch or the chunk, and
@@ -35,6 +38,7 @@ from mainspring.base.messages import (
 )
 from mainspring.kernels.ops import Batch
 from mainspring.worker.input_batch import InputBatch, Slot
+from mainspring.worker.pooling import Pool
 from mainspring.worker.sampler import (
     NativeSampler,
     NumpySampler,
@@ -65,7 +69,8 @@ _FILLER_TOKEN = 0
 class Model(Protocol):
     """What a model is to a runner. One that is ever told to clear or copy blocks (`blocks_to_zero`,
     `blocks_to_copy`) also has `zero_blocks(block_ids)` and `copy_blocks(pairs)`. It may have a `sampler`, a
-    `RowSampler` to be used in the place of numpy, and a `greedy`, a `GreedyHead`."""
+    `RowSampler` to be used in the place of numpy, a `greedy`, a `GreedyHead`, and a `classifier`, which
+    `worker/pooling.py` asks for scores."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -113,7 +118,12 @@ class ModelRunner:
         """Allocate the KV pool and the slots. Once, before the first plan."""
         self.model.initialize_kv(config)
         self._batch = InputBatch(
-            self._max_num_seqs, max_model_len, self.model.vocab_size, config, self._sampler.enter
+            self._max_num_seqs,
+            max_model_len,
+            self.model.vocab_size,
+            config,
+            self._sampler.enter,
+            getattr(self.model, "classifier", None),
         )
 
     @property
@@ -244,13 +254,19 @@ class ModelRunner:
     def _serve_watched(
         self, plan: SchedulerOutput, batch: Batch, hidden: FloatArray, output: ModelRunnerOutput
     ) -> None:
-        """Prompt log-probabilities of this step's positions, and the errors of requests that cannot go on."""
+        """Prompt log-probabilities of this step's positions, what is pooled of them, and the errors of
+        requests that cannot go on."""
         for row, slot in enumerate(plan.slots):
             if slot not in self.batch.watched:
                 continue
             state = self.batch.at(slot)
+            first, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]
+            if state.pool is not None:
+                state.pool.add(hidden[first:end])
+                if batch.seq_lens[row] == self.batch.num_tokens[slot]:
+                    self._finish_pool(state.pool, row, output)
+                continue
             if state.error is None:
-                first, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]
                 try:
                     scores = self._score_prompt(state, int(batch.positions[first]), hidden[first:end])
                 except SamplingError as error:
@@ -261,6 +277,13 @@ class ModelRunner:
                         self.batch.watched.discard(slot)
             if state.error is not None:
                 output.errors[row] = state.error
+
+    def _finish_pool(self, pool: Pool, row: int, output: ModelRunnerOutput) -> None:
+        pooled = pool.result()
+        if np.isfinite(pooled).all():
+            output.pooled[row] = pooled
+        else:
+            output.errors[row] = "the model's hidden states are not finite"
 
     def _score_prompt(self, state: Slot, start: int, hidden: FloatArray) -> TokenLogprobs | None:
         """Row i of `hidden` is position start + i and scores the token after it, if the prompt has one.

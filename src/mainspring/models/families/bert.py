@@ -33,8 +33,8 @@ CONFIG_NAMES: Final = {
     "mlp_post_norm": "encoder.layer.{}.output.LayerNorm",
 }
 GGUF_KINDS, CONFIG_KINDS = "token_types", "embeddings.token_type_embeddings"
-# Of a checkpoint, what no embedding needs: heads of training, and positions counted.
-UNUSED: Final = ("pooler.", "cls.", "embeddings.position_ids")
+# Of a checkpoint, what no embedding needs: heads (see `models/classifier.py`), and positions counted.
+UNUSED: Final = ("pooler.", "classifier.", "cls.", "embeddings.position_ids")
 
 
 def bert(file: ModelFile) -> Model:

@@ -37,6 +37,7 @@ GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "attention.causal": (True,),
+    "pooling_type": (0, 1, 2, 3),  # of hidden states: not of the network
 }
 CONFIG_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
