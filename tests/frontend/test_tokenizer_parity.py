@@ -179,12 +179,13 @@ def test_word_pieces(texts: list[str], tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(path))
     library.no_truncation()
     library.no_padding()
-    expected = [encoding.ids for encoding in library.encode_batch(texts)]
+    expected = [encoding.ids for encoding in library.encode_batch(texts, add_special_tokens=False)]
     folder = Tokenizer(read_folder(folder_of(tmp_path, tokenizer__json=path.read_bytes())))
     vocabulary = [token for token, _ in sorted(library.get_vocab().items(), key=lambda item: item[1])]
     converted = from_metadata(tmp_path, word_piece_metadata(vocabulary))
     for tokenizer in (folder, converted):
-        assert [tokenizer.encode(text) for text in texts] == expected
+        assert [tokenizer.encode(text, add_special_tokens=False) for text in texts] == expected
+        assert tokenizer.encode("a day") == library.encode("a day").ids == [101, 1037, 2154, 102]
         assert tokenizer.decode(tokenizer.encode("It's an unbelievable day")) == "it ' s an unbelievable day"
 
 
