@@ -53,6 +53,21 @@ class Form:
     extra_tensors: Callable[[Config], Iterable[Tensor]] = lambda config: ()
 
 
+def gguf_architecture(fixture: Fixture) -> str:
+    name: str = gguf.MODEL_ARCH_NAMES[FORMS[fixture.saved_config["model_type"]].arch]
+    return name
+
+
+def gguf_name(fixture: Fixture, tensor: str) -> str:
+    """What converters call a checkpoint's tensor."""
+    config = fixture.saved_config
+    num_layers = config.get("num_hidden_layers") or config["n_layer"]
+    names = gguf.get_tensor_name_map(FORMS[config["model_type"]].arch, num_layers)
+    found: str | None = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+    assert found is not None, tensor
+    return found
+
+
 def write_gguf(
     fixture: Fixture, path: Path, *, change: Callable[[gguf.GGUFWriter], None] | None = None
 ) -> Path:

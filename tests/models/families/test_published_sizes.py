@@ -1,5 +1,6 @@
-"""Configs as makers publish them, of Llama and its like: networks of the size that is published, and what more
-they say. (`test_published_configs.py` asks of every config that each of its keys is understood.)
+"""Configs as makers publish them, of Llama and its like: networks of the size that is published, and more.
+
+`test_published_configs.py` asks of every config that each of its keys is understood.
 """
 
 from __future__ import annotations

@@ -44,9 +44,10 @@ def config_rope(
         inner.refuse_rest({}, LAYER_TYPES)
         inner = inner.inner(layer_type)
     base = (inner if "rope_theta" in inner else keys).positive("rope_theta", theta)
-    keys.get("rope_theta")
     said = inner if "partial_rotary_factor" in inner else keys
     share = said.positive("partial_rotary_factor", 1.0)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        keys.get(key)  # where both say it, the inner one is meant
     rotary_dim = int(head_size * share)
     if rotary_dim > head_size or rotary_dim % 2 or not rotary_dim:
         raise said.refusal("partial_rotary_factor", f"an even part of the head size {head_size}")
