@@ -75,7 +75,8 @@ def check(found: list[list[float]], expected: family_fixtures.Floats) -> None:
 
 
 def test_whole_sequences(fixture: Fixture, llm: LLM) -> None:
-    """Case B155: whatever turns positions is what the model was made with."""
+    """Case B155: whatever turns positions is what the model was made with. Case B178: rows of Q and K that a
+    converter put in another order, factors that it made a tensor of, heads that it left out."""
     outputs = llm.generate(fixture.token_ids, PROMPTS_ONLY, use_tqdm=False)
     for output, expected in zip(outputs, fixture.log_probs, strict=True):
         assert output.prompt_logprobs is not None
