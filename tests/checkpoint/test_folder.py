@@ -130,6 +130,16 @@ def test_a_gguf_file_is_opened_as_before(tmp_path: Path) -> None:
         ({}, [], r"m/config\.json is list; expected a JSON object"),
         ({}, {}, r"m/config\.json's max_position_embeddings is None; expected a positive integer"),
         ({}, {**CONFIG, "vocab_size": True}, r"m/config\.json's vocab_size is True; expected a positive"),
+        (
+            {},
+            {**CONFIG, "vocab_size": 10**30},
+            r"m/config\.json's vocab_size is 1000000000.*; expected a positive",
+        ),
+        (
+            {},
+            {**CONFIG, "eos_token_id": 2**63},
+            r"m/config\.json's eos_token_id is 9223372.*; expected a token's",
+        ),
         ({}, {**CONFIG, "eos_token_id": "2"}, r"m/config\.json's eos_token_id is '2'; expected a token's id"),
         (
             {"generation_config.json": {"eos_token_id": [-1]}},

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_llama
 
+from mainspring import LLM, SamplingParams
+from mainspring.base.config import EngineArgs
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint import hub as hub_module
 from mainspring.checkpoint.catalog import pull, resolve_model
@@ -34,6 +37,7 @@ FOLDER = {
     "model-00002-of-00002.safetensors": BIG,
     "model.safetensors.index.json": b"{}",
     "pytorch_model.bin": b"no",
+    "consolidated.safetensors": b"no",
     "original/consolidated.00.pth": b"no",
     "1_Pooling/config.json": b'{"of": "pooling"}',
     "onnx/model.onnx": b"no",
@@ -216,6 +220,24 @@ def test_a_folder_of_ones_own(hub: Hub, tmp_path: Path) -> None:
     folder = get("org/folder", cache_dir=tmp_path / "mine")
     assert folder.is_relative_to(tmp_path / "mine")
     assert not (tmp_path / "hf" / "hub").exists()
+
+
+def test_a_model_by_its_name_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """From a name to an answer, with the engine's own settings for it."""
+    folder = tiny_llama.write(tmp_path / "m", tiny_llama.weights())
+    hub.repositories["org/tiny"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.gated = "hf_right"
+    settings = {"skip_tokenizer_init": True, "in_process": True, "kernels": "numpy", "num_threads": 1}
+    where = {"revision": "v1", "hf_token": "hf_right", "download_dir": str(tmp_path / "mine")}
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    said = []
+    for model, more in (("org/tiny", where), (str(folder), {})):
+        with LLM(model, **settings, **more) as llm:
+            (answer,) = llm.generate([{"prompt_token_ids": [1, 2]}], params, use_tqdm=False)
+            said.append(answer.outputs[0].token_ids)
+    assert said[0] == said[1]
+    assert (tmp_path / "mine" / "models--org--tiny" / "snapshots" / OLDER / "config.json").is_file()
+    assert "hf_right" not in repr(EngineArgs(model="org/tiny", hf_token="hf_right"))
 
 
 def test_a_path_goes_before_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

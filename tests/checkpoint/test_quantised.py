@@ -295,6 +295,8 @@ MIXED = changed(
             changed(GPTQ, bits=3),
             "quantization_config.bits is 3, which is not supported; expected 4 or 8 or 2",
         ),
+        (changed(GPTQ, bits=4.0), "quantization_config.bits is 4.0, which is not supported"),
+        (changed(GPTQ, **{"a\nb": 1}), r"quantization_config.'a\\nb' is 1: not supported"),
         (changed(GPTQ, bits=True), "quantization_config.bits is True, which is not supported"),
         ({"quant_method": "gptq"}, "quantization_config.bits is None, which is not supported"),
         (

@@ -21,6 +21,7 @@ from mainspring.checkpoint.pooling import folder_pooling, gguf_pooling, longest_
 from mainspring.checkpoint.quoting import quoted
 
 END_KEYS: Final = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first there is *the* EOS
+MOST: Final = 2**31 - 1  # of anything that is counted here
 POSITION_KEYS: Final = ("max_position_embeddings", "n_positions")  # the second is GPT-2's
 
 
@@ -84,7 +85,7 @@ def config_facts(model: str, config: Mapping[str, Any], shown: str = "the config
     def read(*keys: str) -> int:
         key = next((key for key in keys if key in inner), keys[0])
         value = inner.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
             raise CheckpointError(f"{shown}'s {key} is {quoted(value)}; expected a positive integer")
         return value
 
@@ -125,7 +126,7 @@ def _positions(config: Mapping[str, Any], most: int) -> int:
 def _token_ids(settings: Mapping[str, Any], key: str, shown: str) -> tuple[int, ...]:
     value = settings.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MOST for i in ids):
         raise CheckpointError(f"{shown}'s {key} is {quoted(value)}; expected a token's id, or a list of them")
     return tuple(ids)
 

@@ -40,6 +40,7 @@ _PART = r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}"
 _NAME: Final = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<choice>[^:]+))?", re.ASCII)
 _QUANT: Final = re.compile(r"(?:.*[-_.])?((?:I?Q\d|TQ\d|MXFP\d|BF16|F16|F32|FP16|FP32)\w*)", re.IGNORECASE)
 USUAL_QUANT: Final = "Q4_K_M"  # taken where a repository has several and none is asked for
+NO_SHARDS: Final = ("consolidated", "adapter")  # how weights begin that no index has
 TOKEN_HOW: Final = "--hf-token or HF_TOKEN"
 
 
@@ -203,10 +204,8 @@ def _weights(files: Sequence[str]) -> list[str]:
     if WEIGHTS_FILE in files:
         return [WEIGHTS_FILE]
     if INDEX_FILE in files:
-        return [
-            INDEX_FILE,
-            *(file for file in files if fnmatch(file, "model-*.safetensors") and "/" not in file),
-        ]
+        shards = (file for file in files if file.endswith(".safetensors") and "/" not in file)
+        return [INDEX_FILE, *(file for file in shards if not file.startswith(NO_SHARDS))]
     return []
 
 

@@ -32,7 +32,7 @@ from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.blocks import Floats
 from mainspring.checkpoint.gguf_head import TensorInfo
-from mainspring.checkpoint.quoting import quoted
+from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
 from mainspring.checkpoint.safetensors import WEIGHT_TYPES, ElementSource, RoutedTensors
 
 logger = get_logger(__name__)
@@ -163,8 +163,7 @@ class _Options:
 
     def one_of(self, key: str, allowed: Sequence[Any], default: Any) -> Any:
         value = self._values.get(key, default)
-        # True is 1 in Python, and no number of bits.
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if not any(type(value) is type(one) and value == one for one in allowed):  # neither True nor 4.0
             raise self.refusal(key, " or ".join(map(str, allowed)))
         return value
 
@@ -184,13 +183,19 @@ class _Options:
     def refuse_others(self, known: frozenset[str]) -> None:
         for key in self._values:
             if key not in known:
-                raise CheckpointError(f"{self._shown}.{key} is {quoted(self._values[key])}: not supported")
+                raise CheckpointError(
+                    f"{self._shown}.{_shown(key)} is {quoted(self._values[key])}: not supported"
+                )
 
     def refusal(self, key: str, expected: str) -> CheckpointError:
         return CheckpointError(
             f"{self._shown}.{key} is {quoted(self._values.get(key))}, which is not supported; "
             f"expected {expected}"
         )
+
+
+def _shown(key: str) -> str:
+    return key if key.isprintable() and len(key) <= MAX_QUOTED else quoted(key)
 
 
 class Scheme(NamedTuple):
@@ -336,7 +341,7 @@ def _one_scheme(options: _Options) -> _Options:
         raise options.refusal("config_groups", "an object of groups")
     found: list[tuple[str, Mapping[str, Any]]] = []
     for name, group in groups.items():
-        shown = f"quantization_config.config_groups.{name}"
+        shown = f"quantization_config.config_groups.{_shown(name)}"
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise CheckpointError(f"{shown}.weights is missing; expected how weights are quantised")
         inner = _Options(group, shown)
