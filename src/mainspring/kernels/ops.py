@@ -84,6 +84,29 @@ class AttentionShape(NamedTuple):
         return 2 * self.num_kv_heads * self.head_size
 
 
+class ExpertShape(NamedTuple):
+    """The constants of one layer of experts, of which each row goes through a few.
+
+    A row's scores are of `scoring`; the `top_k` largest win (by score plus the correction, where there is
+    one; the lowest number among equals), and their scores, as shares of their sum if `normalised`, times
+    `scale`, are their weights.
+    """
+
+    num_experts: int  # that are scored
+    top_k: int
+    intermediate_size: int  # of each, here
+    activation: Activation
+    scoring: Literal["softmax", "sigmoid"]
+    normalised: bool
+    scale: float = 1.0
+    first: int = 0  # the experts that are here: of several ranks each may have some
+    num_here: int | None = None  # None: all
+
+    @property
+    def here(self) -> range:
+        return range(self.first, self.first + (self.num_experts if self.num_here is None else self.num_here))
+
+
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
     """A matrix that is made again whenever it is used: slow, for weights that do not fit as float32."""
@@ -179,6 +202,26 @@ class Ops(Protocol):
     def gate(self, out: str, x: str, activation: Activation) -> None:
         """out = activation(a) * b, where x is [a | b]."""
 
+    def experts(
+        self,
+        out: str,
+        x: str,
+        scores: str,
+        gate_up: str,
+        down: str,
+        correction: str | None,
+        shape: ExpertShape,
+    ) -> None:
+        """out = the weighted sum, in order of their numbers, of the row's experts that are here.
+
+        scores [num_experts]: before softmax or sigmoid. Expert e, the i-th that is here, is
+        down_i @ (activation(gate_i @ x) * (up_i @ x)). gate_up: gate and up of each, by rows, one expert
+        after the other; down likewise; correction [num_experts].
+        """
+
+    def scale_rows(self, out: str, x: str) -> None:
+        """out *= sigmoid(x), row by row; x is one wide."""
+
     def rope(
         self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float
     ) -> None:
@@ -262,6 +305,20 @@ def check_head_norm(x_width: int, first: int, num_heads: int, weight: tuple[int,
 
 def check_same(out_width: int, x_width: int) -> None:
     assert out_width == x_width, f"{x_width} -> {out_width}"
+
+
+def check_experts(
+    out_width: int,
+    x_width: int,
+    scores_width: int,
+    gate_up: tuple[int, ...],
+    down: tuple[int, ...],
+    shape: ExpertShape,
+) -> None:
+    here, width = len(shape.here), shape.intermediate_size
+    assert scores_width == shape.num_experts >= shape.top_k, f"scores of {scores_width} for {shape}"
+    assert gate_up == (2 * here * width, x_width), f"gate and up {gate_up} for {shape}"
+    assert down == (here * out_width, width), f"down {down} for {shape}"
 
 
 def check_gate(out_width: int, x_width: int) -> None:
@@ -386,6 +443,26 @@ class Recorder:
     def gate(self, out: str, x: str, activation: Activation) -> None:
         check_gate(self.widths[out], self.widths[x])
         self._note("gate", out, x, activation)
+
+    def experts(
+        self,
+        out: str,
+        x: str,
+        scores: str,
+        gate_up: str,
+        down: str,
+        correction: str | None,
+        shape: ExpertShape,
+    ) -> None:
+        widths, weights = self.widths, self.weights
+        check_experts(widths[out], widths[x], widths[scores], weights[gate_up], weights[down], shape)
+        if correction is not None:
+            check_vector(widths[scores], weights[correction])
+        self._note("experts", out, x, scores, gate_up, down, correction, shape)
+
+    def scale_rows(self, out: str, x: str) -> None:
+        check_same(1, self.widths[x])
+        self._note("scale_rows", out, x)
 
     def rope(
         self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float

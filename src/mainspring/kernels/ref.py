@@ -19,7 +19,16 @@ from mainspring.base.messages import KVCacheConfig
 from mainspring.kernels import ops as contract
 from mainspring.kernels.attention import Scratch, Tile, attend, plan_attention
 from mainspring.kernels.collectives import Collectives
-from mainspring.kernels.ops import Activation, AttentionShape, Batch, Floats, LazyWeight, Walk, Weight
+from mainspring.kernels.ops import (
+    Activation,
+    AttentionShape,
+    Batch,
+    ExpertShape,
+    Floats,
+    LazyWeight,
+    Walk,
+    Weight,
+)
 
 # Measured with OpenBLAS 0.3.31 on two cores, matrices of 576 x 576 to 49152 x 576. With few rows a product
 # per row wins, if the matrix stays in the cache between; then weights on the left; then rows on the left.
@@ -183,6 +192,40 @@ class RefOps:
         ACTIVATIONS[activation](source[:, :width], rows)
         rows *= source[:, width:]
 
+    def experts(
+        self,
+        out: str,
+        x: str,
+        scores: str,
+        gate_up: str,
+        down: str,
+        correction: str | None,
+        shape: ExpertShape,
+    ) -> None:
+        rows, source, scored = self._views[out], self._views[x], self._views[scores]
+        gates, downs = self._matrix(gate_up), self._matrix(down)
+        contract.check_experts(
+            rows.shape[1], source.shape[1], scored.shape[1], gates.shape, downs.shape, shape
+        )
+        chosen, weights = route(scored, None if correction is None else self._matrix(correction), shape)
+        width, out_width = shape.intermediate_size, rows.shape[1]
+        rows[...] = 0.0
+        for place, expert in enumerate(shape.here):
+            row, at = np.nonzero(chosen == expert)
+            if not len(row):
+                continue
+            both = np.dot(source[row], gates[2 * place * width : 2 * (place + 1) * width].T)
+            inner = np.empty((len(row), width), np.float32)
+            ACTIVATIONS[shape.activation](both[:, :width], inner)
+            inner *= both[:, width:]
+            part = np.dot(inner, downs[place * out_width : (place + 1) * out_width].T)
+            rows[row] += weights[row, at][:, None] * part
+
+    def scale_rows(self, out: str, x: str) -> None:
+        rows, factors = self._views[out], self._views[x]
+        contract.check_same(1, factors.shape[1])
+        rows *= 1.0 / (1.0 + np.exp(-factors))
+
     def rope(
         self, x: str, freqs: str, num_heads: int, head_size: int, interleaved: bool, amplitude: float
     ) -> None:
@@ -268,6 +311,23 @@ class RefOps:
             value.fill(array)
             return array
         return value
+
+
+def route(
+    scores: Floats, correction: Floats | None, shape: ExpertShape
+) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Of every row its experts [rows, top_k], and their weights [rows, top_k]. See `ExpertShape`."""
+    if shape.scoring == "softmax":
+        likely = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+        likely /= likely.sum(axis=1, keepdims=True)
+    else:
+        likely = 1.0 / (1.0 + np.exp(-scores))
+    ranked = likely if correction is None else likely + correction
+    chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : shape.top_k]
+    weights = np.take_along_axis(likely, chosen, axis=1)
+    if shape.normalised:
+        weights /= weights.sum(axis=1, keepdims=True)
+    return chosen, (weights * np.float32(shape.scale)).astype(np.float32)
 
 
 def _rms_norm(out: Floats, x: Floats, scale: Floats, eps: float) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
-from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, ModelSpec
+from mainspring.models.spec import AttnSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec
 from mainspring.models.weights import rope_handle
 
 Greedy = Callable[..., tuple[Ints, Floats]]
@@ -167,14 +167,37 @@ class Decoder:
         ops.attention("attended", index, "qkv", shape)
         self._reduced_product(ops, "branch", "attended", at + "wo", attn.out_bias)
 
-    def _mlp(self, ops: Ops, at: str, mlp: MLPSpec, x: str) -> None:
+    def _mlp(self, ops: Ops, at: str, mlp: MLPSpec | ExpertsSpec, x: str) -> None:
+        """Reads x, writes `branch`."""
+        if isinstance(mlp, ExpertsSpec):
+            self._experts(ops, at, mlp, x)
+            return
+        activated = self._inner_product(ops, at, mlp, x)
+        self._reduced_product(ops, "branch", activated, at + "w_down", mlp.bias)
+
+    def _experts(self, ops: Ops, at: str, mlp: ExpertsSpec, x: str) -> None:
+        ops.linear("scores", x, at + "router")
+        correction = at + "router_correction.bias" if mlp.correction else None
+        ops.experts("branch", x, "scores", at + "experts_gate_up", at + "experts_down", correction, mlp.shape)
+        if mlp.shared is not None:
+            activated = self._inner_product(ops, at + "shared.", mlp.shared, x)
+            ops.linear("shared", activated, at + "shared.w_down")
+            if mlp.shared_gate:
+                ops.linear("shared_gate", x, at + "shared_gate")
+                ops.scale_rows("shared", "shared_gate")
+            ops.add("branch", "shared")
+        ops.all_reduce("branch")
+
+    def _inner_product(self, ops: Ops, at: str, mlp: MLPSpec, x: str) -> str:
+        """The buffer that holds what `w_down` reads."""
+        gate_up, activated = _inner_buffers(mlp)
         if mlp.gated:
-            self._product(ops, "gate_up", x, at + "w_gate_up", mlp.bias)
-            ops.gate("activated", "gate_up", mlp.activation)
+            self._product(ops, gate_up, x, at + "w_gate_up", mlp.bias)
+            ops.gate(activated, gate_up, mlp.activation)
         else:
-            self._product(ops, "gate_up", x, at + "w_up", mlp.bias)
-            ops.activate("activated", "gate_up", mlp.activation)
-        self._reduced_product(ops, "branch", "activated", at + "w_down", mlp.bias)
+            self._product(ops, gate_up, x, at + "w_up", mlp.bias)
+            ops.activate(activated, gate_up, mlp.activation)
+        return activated
 
     def _product(self, ops: Ops, out: str, x: str, weight: str, bias: bool) -> None:
         ops.linear(out, x, weight)
@@ -211,18 +234,33 @@ class Decoder:
 
     def _add_buffers(self) -> None:
         hidden = self.spec.hidden_size
-        # All layers of a supported family have one shape, so the first one's widths are everyone's.
-        layer = self.spec.layers[0]
-        shape, width = layer.attn.shape, layer.mlp.intermediate_size
+        # The attention of all layers of a supported family has one shape, so the first one's widths are
+        # everyone's; but some layers may have experts.
+        shape = self.spec.layers[0].attn.shape
+        kinds = {layer.mlp for layer in self.spec.layers}
+        mlps = [mlp for mlp in kinds if isinstance(mlp, MLPSpec)]
+        experts = [mlp for mlp in kinds if isinstance(mlp, ExpertsSpec)]
+        mlps += [mlp.shared for mlp in experts if mlp.shared is not None]
         for buffer in ("hidden", "normed", "branch", "chosen"):
             self.ops.add_buffer(buffer, hidden)
         self.ops.add_buffer("qkv", shape.q_width + shape.kv_width)
         self.ops.add_buffer("attended", shape.q_width)
-        self.ops.add_buffer("gate_up", (1 + layer.mlp.gated) * width)
-        self.ops.add_buffer("activated", width)
+        for mlp in mlps:
+            gate_up, activated = _inner_buffers(mlp)
+            self.ops.add_buffer(gate_up, (1 + mlp.gated) * mlp.intermediate_size)
+            self.ops.add_buffer(activated, mlp.intermediate_size)
+        if experts:
+            self.ops.add_buffer("scores", experts[0].num_experts)
+            self.ops.add_buffer("shared", hidden)
+            self.ops.add_buffer("shared_gate", 1)
         self.ops.add_buffer("logits", self.spec.num_logits)
         if self._all_logits != "logits":
             self.ops.add_buffer(self._all_logits, self.spec.vocab_size)
+
+
+def _inner_buffers(mlp: MLPSpec) -> tuple[str, str]:
+    """Layers may have MLPs of several widths."""
+    return f"gate_up {mlp.intermediate_size}", f"activated {mlp.intermediate_size}"
 
 
 def largest_allowed(logits: Floats, masks: Sequence[Ints | None]) -> tuple[Ints, Floats]:

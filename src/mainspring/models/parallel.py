@@ -6,7 +6,8 @@ the file. What the ranks have to do together is in the decoder's walk, which is 
 
 Stages follow one another by layers (pipeline parallelism). Within a stage, ranks share each layer (tensor
 parallelism): queries, keys and values, gate and up by rows; the products after them by columns, so that one
-sum per branch joins them; the head by rows of the vocabulary. Where there are more ranks than KV heads, each
+sum per branch joins them; the head by rows of the vocabulary. Experts are shared out like MLPs, or whole ones
+to each rank (expert parallelism): the sum is the same. Where there are more ranks than KV heads, each
 is held by several. The table of embeddings is held whole: a row of it is looked up, never multiplied.
 
 Ranks are numbered stage by stage: rank = stage * ranks per stage + the place within it.
@@ -14,7 +15,7 @@ Ranks are numbered stage by stage: rank = stage * ranks per stage + the place wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -22,11 +23,8 @@ from msgspec import structs
 from mainspring.base.errors import ConfigError
 from mainspring.base.messages import KVCacheConfig
 from mainspring.models.families import Model
-from mainspring.models.spec import AttnSpec, LayerSpec, ModelSpec, weight_table
+from mainspring.models.spec import AttnSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, weight_table
 from mainspring.models.views import View
-
-BY_ROWS = frozenset({"wq", "wk", "wv", "w_gate", "w_up"})
-BY_COLUMNS = frozenset({"wo", "w_down"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,7 @@ class Place:
     rank: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel: bool = False  # ranks of a stage have experts of their own, instead of a part of each
 
     @property
     def world_size(self) -> int:
@@ -81,26 +80,38 @@ def check_divisible(spec: ModelSpec, place: Place) -> None:
             "layers of the model"
         )
     for layer in spec.layers if num_ranks > 1 else ():
-        attn, width = layer.attn, layer.mlp.intermediate_size
-        shares_kv = attn.num_kv_heads % num_ranks == 0 or num_ranks % attn.num_kv_heads == 0
-        if attn.num_heads % num_ranks or width % num_ranks or not shares_kv:
-            raise ConfigError(
-                f"tensor_parallel_size {num_ranks} does not divide this model: it has {attn.num_heads} query "
-                f"heads, {attn.num_kv_heads} KV heads and an MLP of {width}; use one of "
-                f"{', '.join(map(str, _divisors(attn, width)))}"
-            )
-        if attn.qk_norm == "row":
-            raise ConfigError(
-                f"tensor_parallel_size {num_ranks}: norms over all heads of a row are not shared out yet; "
-                "use pipeline_parallel_size"
-            )
+        _check_layer(layer, place)
 
 
-def _divisors(attn: AttnSpec, width: int) -> Iterator[int]:
-    for size in range(1, attn.num_heads + 1):
-        shares_kv = attn.num_kv_heads % size == 0 or size % attn.num_kv_heads == 0
-        if attn.num_heads % size == 0 and width % size == 0 and shares_kv:
-            yield size
+def _check_layer(layer: LayerSpec, place: Place) -> None:
+    attn, num_ranks = layer.attn, place.tensor_parallel_size
+    if not _shares(attn, _widths(layer.mlp, place.expert_parallel), num_ranks):
+        widths = _widths(layer.mlp, place.expert_parallel)
+        possible = [size for size in range(1, attn.num_heads + 1) if _shares(attn, widths, size)]
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks} does not divide this model: it has {attn.num_heads} query "
+            f"heads, {attn.num_kv_heads} KV heads and {' and '.join(widths.values())}; use one of "
+            f"{', '.join(map(str, possible))}"
+        )
+    if attn.qk_norm == "row":
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks}: norms over all heads of a row are not shared out yet; "
+            "use pipeline_parallel_size"
+        )
+
+
+def _widths(mlp: MLPSpec | ExpertsSpec, expert_parallel: bool) -> dict[int, str]:
+    """What of an MLP has to be divided, and what it is called."""
+    if isinstance(mlp, MLPSpec):
+        return {mlp.intermediate_size: f"an MLP of {mlp.intermediate_size}"}
+    own = mlp.num_experts if expert_parallel else mlp.intermediate_size
+    widths = {own: f"{own} experts" if expert_parallel else f"experts of {own}"}
+    return widths if mlp.shared is None else widths | _widths(mlp.shared, expert_parallel)
+
+
+def _shares(attn: AttnSpec, widths: Iterable[int], num_ranks: int) -> bool:
+    shares_kv = attn.num_kv_heads % num_ranks == 0 or num_ranks % attn.num_kv_heads == 0
+    return shares_kv and attn.num_heads % num_ranks == 0 and all(width % num_ranks == 0 for width in widths)
 
 
 def layers_of(num_layers: int, place: Place) -> range:
@@ -129,15 +140,32 @@ def share_of(model: Model, place: Place) -> Model:
     check_divisible(model.spec, place)
     layers = layers_of(len(model.spec.layers), place)
     spec = _spec(model.spec, place, layers)
+    whole_shapes = {part.role: part.shape for _, parts in weight_table(model.spec) for part in parts}
     names, views = {}, {}
     for _, parts in weight_table(spec):
-        for role, _ in parts:
+        for role, shape in parts:
             whole_role = _whole_role(role, layers)
-            if role == "head" and model.spec.tied_embeddings:
+            if whole_role == "head" and model.spec.tied_embeddings:
                 whole_role = "embedding"
             names[role] = f"{role} of rank {place.rank}"
-            views[names[role]] = _view(model, role, model.names[whole_role], spec, place)
+            tensor = model.names[whole_role]
+            if role.removesuffix(".bias") == "head":
+                own = _vocabulary(model.spec, place)
+                views[names[role]] = View(tensor, own.start, own.stop)
+            else:
+                views[names[role]] = _share_of_tensor(tensor, whole_shapes[whole_role], shape, place)
     return Model(spec, names, views, ignored=frozenset(model.names.values()))
+
+
+def _share_of_tensor(tensor: str, whole: tuple[int, ...], own: tuple[int, ...], place: Place) -> View:
+    """The rank's part, by rows or by columns. Where there are fewer parts than ranks, neighbours have the
+    same."""
+    for axis, (length, own_length) in enumerate(zip(whole, own, strict=True)):
+        if own_length < length:
+            at = place.place * (length // own_length) // place.tensor_parallel_size
+            begin, end = at * own_length, (at + 1) * own_length
+            return View(tensor, begin, end) if axis == 0 else View(tensor, columns=(begin, end))
+    return View(tensor)
 
 
 def _whole_role(role: str, layers: range) -> str:
@@ -149,7 +177,7 @@ def _whole_role(role: str, layers: range) -> str:
 
 def _spec(spec: ModelSpec, place: Place, layers: range) -> ModelSpec:
     num_ranks = place.tensor_parallel_size
-    shared = tuple(_layer(spec.layers[index], num_ranks) for index in layers)
+    shared = tuple(_layer(spec.layers[index], place) for index in layers)
     if place.is_first_stage:
         begin: dict[str, object] = {}
     else:
@@ -174,18 +202,28 @@ def _spec(spec: ModelSpec, place: Place, layers: range) -> ModelSpec:
     return replace(spec, layers=shared, **begin, **end)  # type: ignore[arg-type]
 
 
-def _layer(layer: LayerSpec, num_ranks: int) -> LayerSpec:
+def _layer(layer: LayerSpec, place: Place) -> LayerSpec:
+    num_ranks = place.tensor_parallel_size
     attn = replace(
         layer.attn,
         num_heads=layer.attn.num_heads // num_ranks,
         num_kv_heads=max(1, layer.attn.num_kv_heads // num_ranks),
         scale=layer.attn.shape.scale,
     )
-    return replace(
-        layer,
-        attn=attn,
-        mlp=replace(layer.mlp, intermediate_size=layer.mlp.intermediate_size // num_ranks),
-    )
+    return replace(layer, attn=attn, mlp=_narrowed(layer.mlp, place))
+
+
+def _narrowed(mlp: MLPSpec | ExpertsSpec, place: Place) -> MLPSpec | ExpertsSpec:
+    num_ranks = place.tensor_parallel_size
+    if isinstance(mlp, MLPSpec):
+        return replace(mlp, intermediate_size=mlp.intermediate_size // num_ranks)
+    shared = mlp.shared
+    if shared is not None:
+        shared = replace(shared, intermediate_size=shared.intermediate_size // num_ranks)
+    if place.expert_parallel:
+        num_here = mlp.num_experts // num_ranks
+        return replace(mlp, shared=shared, first=place.place * num_here, num_here=num_here)
+    return replace(mlp, shared=shared, intermediate_size=mlp.intermediate_size // num_ranks)
 
 
 def _vocabulary(spec: ModelSpec, place: Place) -> range:
@@ -193,30 +231,3 @@ def _vocabulary(spec: ModelSpec, place: Place) -> range:
     num_words, num_ranks = -(-spec.vocab_size // 32), place.tensor_parallel_size
     begin, end = (32 * (num_words * at // num_ranks) for at in (place.place, place.place + 1))
     return range(begin, min(end, spec.vocab_size))
-
-
-def _view(model: Model, role: str, tensor: str, spec: ModelSpec, place: Place) -> View:
-    kind = role.split(".")[2] if role.startswith("layers.") else role.removesuffix(".bias")
-    at, num_ranks = place.place, place.tensor_parallel_size
-    if num_ranks == 1:
-        return View(tensor)
-    if kind == "head":
-        own = _vocabulary(model.spec, place)
-        return View(tensor, own.start, own.stop)
-    if not role.startswith("layers."):
-        return View(tensor)
-    layer = spec.layers[int(role.split(".")[1])]
-    if kind in ("wk", "wv"):
-        whole = model.spec.layers[0].attn.num_kv_heads
-        at = at * whole // num_ranks if whole < num_ranks else at
-        return _rows(tensor, at, layer.attn.k_width)
-    if kind in BY_ROWS:
-        return _rows(tensor, at, layer.attn.q_width if kind == "wq" else layer.mlp.intermediate_size)
-    if kind in BY_COLUMNS and not role.endswith(".bias"):
-        width = layer.attn.q_width if kind == "wo" else layer.mlp.intermediate_size
-        return View(tensor, columns=(at * width, (at + 1) * width))
-    return View(tensor)
-
-
-def _rows(tensor: str, at: int, num_rows: int) -> View:
-    return View(tensor, at * num_rows, (at + 1) * num_rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mainspring.base.messages import KVCacheSpec
-from mainspring.kernels.ops import Activation, AttentionShape
+from mainspring.kernels.ops import Activation, AttentionShape, ExpertShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,41 @@ class MLPSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """In the place of an MLP: each row goes through `top_k` of `num_experts` MLPs (see `ExpertShape`), and,
+    beside them, through one that all share.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of an expert
+    activation: Activation = "silu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    correction: bool = False  # a vector is added to the scores, for the choice alone
+    shared: MLPSpec | None = None
+    shared_gate: bool = False  # the shared one's output is weighted by a sigmoid of a product of the row
+    # Where ranks have experts of their own: which, and how many.
+    first: int = 0
+    num_here: int | None = None
+
+    @property
+    def shape(self) -> ExpertShape:
+        return ExpertShape(
+            self.num_experts,
+            self.top_k,
+            self.intermediate_size,
+            self.activation,
+            self.scoring,
+            self.normalised,
+            self.scale,
+            self.first,
+            self.num_here,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """hidden += attention(hidden), then hidden += mlp(hidden), with norms where `norms` says:
 
@@ -105,7 +140,7 @@ class LayerSpec:
     """
 
     attn: AttnSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     norms: Literal["before", "after", "both", "sum"] = "before"
     residual_scale: float = 1.0  # of what a branch adds
 
@@ -205,12 +240,37 @@ def _layer(spec: ModelSpec, layer: LayerSpec, at: str) -> Iterator[Handle]:
         yield _one(at + "q_norm", attn.head_size if by_head else q_width)
         yield _one(at + "k_norm", attn.head_size if by_head else k_width)
     yield from _product(at + "wo", attn.out_bias, q_width, wo=hidden)
+    if isinstance(mlp, ExpertsSpec):
+        yield from _experts(at, hidden, mlp)
+    else:
+        yield from _mlp(at, hidden, mlp)
+
+
+def _mlp(at: str, hidden: int, mlp: MLPSpec) -> Iterator[Handle]:
     width = mlp.intermediate_size
     if mlp.gated:
         yield from _product(at + "w_gate_up", mlp.bias, hidden, w_gate=width, w_up=width)
     else:
         yield from _product(at + "w_up", mlp.bias, hidden, w_up=width)
     yield from _product(at + "w_down", mlp.bias, width, w_down=hidden)
+
+
+def _experts(at: str, hidden: int, mlp: ExpertsSpec) -> Iterator[Handle]:
+    width = mlp.intermediate_size
+    yield _one(at + "router", mlp.num_experts, hidden)
+    if mlp.correction:
+        yield _one(at + "router_correction.bias", mlp.num_experts)
+    gate_up, down = [], []
+    for expert in mlp.shape.here:
+        own = f"{at}experts.{expert}."
+        gate_up += [Part(own + "w_gate", (width, hidden)), Part(own + "w_up", (width, hidden))]
+        down.append(Part(own + "w_down", (hidden, width)))
+    yield at + "experts_gate_up", tuple(gate_up)
+    yield at + "experts_down", tuple(down)
+    if mlp.shared is not None:
+        yield from _mlp(at + "shared.", hidden, mlp.shared)
+        if mlp.shared_gate:
+            yield _one(at + "shared_gate", 1, hidden)
 
 
 def _one(handle: str, *shape: int) -> Handle:

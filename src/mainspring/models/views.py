@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mainspring.checkpoint.blocks import TYPES_BY_NAME
+from mainspring.checkpoint.blocks import TYPES_BY_NAME, are_finite, decode_blocks
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -57,7 +57,7 @@ class TensorSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class View:
     """Of `tensor`, turned over if `transpose`: rows [begin, end), of these some columns, as a vector if
-    `flat`, with `plus` added.
+    `flat`, with `plus` added. A tensor of three dimensions counts as its matrices one below the other.
     """
 
     tensor: str
@@ -103,7 +103,7 @@ class Views:
         if view is None:
             return self._source.info(name)
         info = self._source.info(view.tensor)
-        shape = tuple(info.shape)[:: -1 if view.transpose else 1]
+        shape = _as_matrix(info.shape)[:: -1 if view.transpose else 1]
         shape = (_length(shape[0], view.begin, view.end), *shape[1:])
         if view.columns is not None and len(shape) == 2:
             shape = (shape[0], _length(shape[1], *view.columns))
@@ -121,6 +121,7 @@ class Views:
             values = self.dequantise_rows(name, 0, shape[0])
         else:
             values = self._source.dequantise(view.tensor)
+            values = values.reshape(_as_matrix(values.shape))
             values = (values.T if view.transpose else values)[view.begin : view.end]
             values = (values if view.columns is None else values[:, slice(*view.columns)]).reshape(shape)
             values = values + np.float32(view.plus) if view.plus else values
@@ -135,7 +136,7 @@ class Views:
             return self._source.dequantise_rows(name, begin, end)
         if view.is_changed:
             return self.dequantise(name)[begin:end]
-        rows = self._source.dequantise_rows(view.tensor, view.begin + begin, view.begin + end)
+        rows = self._source_rows(view.tensor, view.begin + begin, view.begin + end)
         return rows if view.columns is None else np.ascontiguousarray(rows[:, slice(*view.columns)])
 
     def raw(self, name: str) -> Bytes:
@@ -145,19 +146,42 @@ class Views:
         info = self._source.info(view.tensor)
         if view.is_changed or self.info(name).type != info.type:
             return self.dequantise(name).reshape(-1).view(np.uint8)
-        rows = self._source.raw(view.tensor).reshape(info.shape[0], -1)[view.begin : view.end]
+        num_rows = _as_matrix(info.shape)[0]
+        rows = self._source.raw(view.tensor).reshape(num_rows, -1)[view.begin : view.end]
         if view.columns is not None:
-            row_bytes, num_columns = rows.shape[1], info.shape[1]
+            row_bytes, num_columns = rows.shape[1], info.shape[-1]
             begin, end, _ = slice(*view.columns).indices(num_columns)
             rows = rows[:, begin * row_bytes // num_columns : end * row_bytes // num_columns]
         return rows.reshape(-1)
 
     def is_finite(self, name: str) -> bool:
         view = self._views.get(name)
-        return self._source.is_finite(name if view is None else view.tensor)
+        if view is None or view.is_changed:
+            return self._source.is_finite(name if view is None else view.tensor)
+        info = self._source.info(view.tensor)
+        if len(info.shape) < 3:
+            return self._source.is_finite(view.tensor)
+        # One matrix of many: each is looked at once, not all of them for each.
+        raw = self._source.raw(view.tensor).reshape(_as_matrix(info.shape)[0], -1)[view.begin : view.end]
+        return are_finite(TYPES_BY_NAME[info.type], raw.reshape(-1))
 
     def drop_pages(self) -> None:
         self._source.drop_pages()
+
+
+    def _source_rows(self, tensor: str, begin: int, end: int) -> Floats:
+        info = self._source.info(tensor)
+        if len(info.shape) == 2:
+            return self._source.dequantise_rows(tensor, begin, end)
+        num_rows, width = _as_matrix(info.shape)
+        raw = self._source.raw(tensor).reshape(num_rows, -1)[begin:end]
+        out = np.empty((len(raw), width), np.float32)
+        decode_blocks(TYPES_BY_NAME[info.type], raw.reshape(-1), out)
+        return out
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else tuple(shape)
 
 
 def _length(whole: int, begin: int, end: int | None) -> int:
@@ -167,5 +191,5 @@ def _length(whole: int, begin: int, end: int | None) -> int:
 def _cuts_no_block(columns: tuple[int, int], info: TensorInfo) -> bool:
     """Whether these columns are whole blocks of the tensor's type."""
     kind = TYPES_BY_NAME.get(info.type)
-    begin, end, _ = slice(*columns).indices(info.shape[1])
+    begin, end, _ = slice(*columns).indices(info.shape[-1])
     return kind is not None and begin % kind.block_size == 0 and end % kind.block_size == 0
