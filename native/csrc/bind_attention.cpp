@@ -34,9 +34,9 @@ void require(bool right, const char* what) {
 
 // One layer's cache over the caller's memory, [num_blocks][block bytes].
 KVCache cache_of(const InOut<uint8_t, 2>& data, int form, int block_size, int num_kv_heads, int head_size) {
-  const int64_t element_bytes = form == 0 ? 4 : form == 1 ? 2 : 1, scale_bytes = form == 2 ? 4 : 0;
+  const int64_t element_bytes = form == 0 ? 4 : form == 2 ? 1 : 2, scale_bytes = form == 2 ? 4 : 0;
   const int64_t bytes = 2 * int64_t{block_size} * num_kv_heads * (head_size * element_bytes + scale_bytes);
-  require(form >= 0 && form <= 2, "no such form of K and V");
+  require(form >= 0 && form <= 3, "no such form of K and V");
   require(static_cast<int64_t>(data.shape(1)) == bytes, "blocks of another size");
   return {data.data(), bytes, static_cast<KVForm>(form), block_size, num_kv_heads, head_size};
 }
@@ -95,6 +95,7 @@ nb::tuple attention(const std::string& variant, InOut<uint8_t, 2> data, int form
                     std::optional<InOut<int8_t, 2>> codes, std::optional<InOut<float, 2>> scales) {
   const Kernels& kernels = variant_named(variant);
   const KVCache cache = cache_of(data, form, block_size, num_kv_heads, head_size);
+  require(cache.form != KVForm::BF16 || has_bf16(kernels), "this variant has no products of bf16 here");
   const auto width = static_cast<int>(q.shape(1)), num_tokens = static_cast<int>(q.shape(0));
   const auto num_requests = static_cast<int>(seq_lens.size());
   require(width % head_size == 0, "queries of another width");

@@ -38,6 +38,8 @@ std::vector<std::string> runnable_variants() {
 // layers: (tensor, KV heads, head size); a tensor is num_blocks * block_bytes long.
 void allocate_kv(Machine& machine, int64_t num_blocks, int block_size, int64_t block_bytes, int num_tensors,
                  const std::vector<std::tuple<int, int, int>>& layers, int form) {
+  if (static_cast<KVForm>(form) == KVForm::BF16 && !has_bf16(machine.kernels))
+    throw std::invalid_argument("K and V in bf16 on a processor without products of them");
   std::vector<std::unique_ptr<Memory>> memory;
   for (int i = 0; i < num_tensors; ++i) memory.push_back(std::make_unique<Memory>(num_blocks * block_bytes));
   std::vector<KVCache> caches;
@@ -159,6 +161,9 @@ void bind_program(nb::module_& m) {
   m.def(
       "measure_variant", [](const std::string& name) { return measure(variant_named(name)); }, "variant"_a,
       "GOP/s of a small product, by some milliseconds of one thread.");
+  m.def(
+      "has_bf16", [](const std::string& name) { return has_bf16(variant_named(name)); }, "variant"_a,
+      "Whether K and V may be bf16, multiplied in pairs: a matter of the variant and of this processor.");
   m.def("num_usable_cpus", &num_usable_cpus, "proc"_a = "/proc", "cgroups"_a = "/sys/fs/cgroup",
         "CPUs of the affinity mask, limited by the quotas of control groups.");
 

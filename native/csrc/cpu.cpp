@@ -27,6 +27,10 @@ bool can_run(const Kernels& variant) {
          __builtin_cpu_supports("avx512vnni");
 }
 
+bool has_bf16(const Kernels& variant) {
+  return &variant == &kernels_avx512 && can_run(variant) && __builtin_cpu_supports("avx512bf16");
+}
+
 const Kernels& variant_named(const std::string& name) {
   for (const Kernels* variant : all_variants()) {
     if (name != variant->name) continue;

@@ -11,6 +11,7 @@ namespace mainspring {
 // All compiled variants, slowest first.
 const std::vector<const Kernels*>& all_variants();
 bool can_run(const Kernels& variant);  // by cpuid and what the system saves of the registers
+bool has_bf16(const Kernels& variant);  // whether it has, and this processor runs, attention in KVForm::BF16
 // Throws std::invalid_argument where there is none of that name, or this processor cannot run it.
 const Kernels& variant_named(const std::string& name);
 // Operations per nanosecond of a small product of 4-bit weights: what a short look says of a variant's speed.

@@ -77,8 +77,10 @@ struct Output {
 
 // K and V of one layer. Block b begins at data + b * block_stride; in it, per KV head:
 //   K  [block_size / 16][head_size][16 tokens], V  [block_size][head_size], of `form`;
-//   and for Int8 a float per token: [block_size] scales of K, [block_size] scales of V.
-enum class KVForm : int32_t { F32 = 0, F16 = 1, I8 = 2 };
+//   and for I8 a float per token: [block_size] scales of K, [block_size] scales of V.
+// BF16 has pairs: K  [block_size / 16][head_size / 2][16 tokens][2], V  [block_size / 2][head_size][2 tokens]. It is
+// only for processors that multiply them (has_bf16 of cpu.h).
+enum class KVForm : int32_t { F32 = 0, F16 = 1, I8 = 2, BF16 = 3 };
 
 struct KVCache {
   uint8_t* data;

@@ -57,6 +57,18 @@ inline void store_half(uint16_t* p, F32 x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.lo, kNearest));
   _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.hi, kNearest));
 }
+// To nearest, ties to even; a NaN stays one.
+inline void store_bf16(uint16_t* p, F32 x) {
+  auto half = [](__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
+  };
+  const __m256i both = _mm256_packus_epi32(half(x.lo), half(x.hi));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xd8));
+}
 inline void store_low_bytes(int8_t* p, I32 x) {
   const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                         0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);

@@ -38,6 +38,15 @@ inline void store(int32_t* p, I32 x) { _mm512_storeu_si512(p, x.v); }
 inline void store_half(uint16_t* p, F32 x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+// To nearest, ties to even; a NaN stays one.
+inline void store_bf16(uint16_t* p, F32 x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+}
 // The low byte of every lane: 16 bytes.
 inline void store_low_bytes(int8_t* p, I32 x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x.v)); }
 
@@ -101,6 +110,25 @@ inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes b) {
   return {_mm512_and_si512(_mm512_srli_epi16(b.v, 4), _mm512_set1_epi8(15))};
+}
+
+// Two bf16 numbers in every lane. Not every processor with this variant multiplies them (see has_bf16), so who
+// does is compiled for it function by function.
+#define BF16_TARGET __attribute__((target("avx512bf16")))
+struct Pairs {
+  __m512i v;
+};
+inline Pairs load_pairs(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Pairs splat_pair(const float* p) {  // the pair in the place of a float
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
+inline Pairs only_first(Pairs a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
+inline Pairs only_second(Pairs a) { return {_mm512_andnot_si512(_mm512_set1_epi32(0xffff), a.v)}; }
+// sum + the products of both numbers. Denormal ones, and results, are zeros.
+BF16_TARGET inline F32 dot_pairs(F32 sum, Pairs a, Pairs b) {
+  return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
 
 // Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.

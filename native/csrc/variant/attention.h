@@ -24,7 +24,7 @@ constexpr float kLowestScore = -1e30f;
 
 // ---- the cache --------------------------------------------------------------------------------------------
 
-constexpr int bytes_of(KVForm form) { return form == KVForm::F32 ? 4 : form == KVForm::F16 ? 2 : 1; }
+constexpr int bytes_of(KVForm form) { return form == KVForm::F32 ? 4 : form == KVForm::I8 ? 1 : 2; }
 
 template <KVForm kForm>
 inline F32 load_kv(const uint8_t* p) {
@@ -52,6 +52,18 @@ template <typename T>
 inline void scatter_key(const T* lanes, uint8_t* group, int first, int token) {
   T* to = reinterpret_cast<T*>(group) + first * kLanes + token;
   for (int i = 0; i < kLanes; ++i) to[i * kLanes] = lanes[i];
+}
+
+// Numbers of a head to every second place, where their pairs' other halves are another token's.
+inline void scatter_pairs(const uint16_t* lanes, uint8_t* to, int first_place) {
+  auto* places = reinterpret_cast<uint16_t*>(to) + first_place;
+  for (int i = 0; i < kLanes; ++i) places[2 * i] = lanes[i];
+}
+
+// Pairs of a key's elements: element d of token i of a group of 16 stands at [d / 2][i][d % 2].
+inline void scatter_key_pairs(const uint16_t* lanes, uint8_t* group, int first, int token) {
+  auto* to = reinterpret_cast<uint16_t*>(group) + first * kLanes + 2 * token;
+  for (int i = 0; i < kLanes; i += 2) __builtin_memcpy(to + i * kLanes, lanes + i, 4);
 }
 
 // The scale of a row of 8-bit codes. A NaN or an infinity among the elements makes it a NaN, and so all
@@ -90,6 +102,12 @@ void write_head(const KVCache& cache, const float* key, const float* value, int6
       store_half(lanes, k);
       scatter_key(lanes, group, d, token);
       store_half(reinterpret_cast<uint16_t*>(row) + d, v);
+    } else if constexpr (kForm == KVForm::BF16) {
+      uint16_t lanes[kLanes];
+      store_bf16(lanes, k);
+      scatter_key_pairs(lanes, group, d, token);
+      store_bf16(lanes, v);
+      scatter_pairs(lanes, to.values + int64_t{at - at % 2} * size * bytes_of(kForm), 2 * d + at % 2);
     } else {
       int8_t lanes[kLanes];
       store_low_bytes(lanes, round_to_int(k * key_factor));
@@ -102,7 +120,8 @@ void write_head(const KVCache& cache, const float* key, const float* value, int6
 void write_kv(const KVCache& cache, const float* kv, int64_t slot) {
   const auto write = cache.form == KVForm::F32   ? write_head<KVForm::F32>
                      : cache.form == KVForm::F16 ? write_head<KVForm::F16>
-                                                 : write_head<KVForm::I8>;
+                     : cache.form == KVForm::I8  ? write_head<KVForm::I8>
+                                                 : write_head<KVForm::BF16>;
   const int64_t block = slot / cache.block_size, values = int64_t{cache.num_kv_heads} * cache.head_size;
   const int at = static_cast<int>(slot % cache.block_size);
   for (int h = 0; h < cache.num_kv_heads; ++h) {
@@ -142,7 +161,7 @@ struct SpanView {
 inline void ask_for(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 struct Strip {
-  const float* queries;  // [rows][kQueryPitch], times the scale of the scores
+  const float* queries;  // [rows][kQueryPitch], times the scale of the scores; of KVForm::BF16: pairs of bf16
   Seen seen[kStripRows];
   Seen all;         // the tokens that some row sees
   Seen common;      // those that every row sees; may be empty
@@ -187,7 +206,8 @@ inline void score_groups(const Strip& strip, const SpanView& span, int first) {
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
-// Scores to weights, in place; their largest and their sum to the end of the partial result.
+// Scores to weights, in place, or of KVForm::BF16 to pairs of weights, from the same place on; their largest and
+// their sum to the end of the partial result.
 void weigh(const Strip& strip, const SpanView& span, int r) {
   const Seen seen = strip.seen[r];
   float* row = strip.weights + r * kSpan;
@@ -211,7 +231,11 @@ void weigh(const Strip& strip, const SpanView& span, int r) {
     F32 weight = exp(load(row + g * kLanes) - splat(peak));
     total = total + weight;
     if (span.form == KVForm::I8) weight = weight * load(span.value_scales[g]);
-    store(row + g * kLanes, weight);
+    if (span.form == KVForm::BF16) {
+      store_bf16(reinterpret_cast<uint16_t*>(row) + g * kLanes, weight);
+    } else {
+      store(row + g * kLanes, weight);
+    }
   }
   float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
   partial[0] = peak;
@@ -286,15 +310,23 @@ void attend_strip(const Strip& strip, const SpanView& span) {
   for (; d < span.head_size; d += kLanes) add_values<kForm, kR, 1>(strip, span, d);
 }
 
+#ifdef BF16_TARGET
+#include "pairs.h"
+#endif
+
 using AttendStrip = void (*)(const Strip&, const SpanView&);
 
-constexpr AttendStrip kAttendStrip[3][kStripRows] = {
+constexpr AttendStrip kAttendStrip[][kStripRows] = {
     {attend_strip<KVForm::F32, 1>, attend_strip<KVForm::F32, 2>, attend_strip<KVForm::F32, 3>,
      attend_strip<KVForm::F32, 4>, attend_strip<KVForm::F32, 5>, attend_strip<KVForm::F32, 6>},
     {attend_strip<KVForm::F16, 1>, attend_strip<KVForm::F16, 2>, attend_strip<KVForm::F16, 3>,
      attend_strip<KVForm::F16, 4>, attend_strip<KVForm::F16, 5>, attend_strip<KVForm::F16, 6>},
     {attend_strip<KVForm::I8, 1>, attend_strip<KVForm::I8, 2>, attend_strip<KVForm::I8, 3>,
      attend_strip<KVForm::I8, 4>, attend_strip<KVForm::I8, 5>, attend_strip<KVForm::I8, 6>},
+#ifdef BF16_TARGET
+    {attend_paired_strip<1>, attend_paired_strip<2>, attend_paired_strip<3>, attend_paired_strip<4>,
+     attend_paired_strip<5>, attend_paired_strip<6>},
+#endif
 };
 
 // ---- partial results --------------------------------------------------------------------------------------
@@ -402,8 +434,17 @@ class Worker {
     for (int t = 0; t < tile.num_tokens; ++t) {
       const float* q =
           args_.q + (tile.first_token + t) * args_.q_stride + int64_t{head_} * heads_per_kv_ * size;
-      for (int h = 0; h < heads_per_kv_; ++h, q += size, to += kQueryPitch)
-        for (int d = 0; d < size; d += kLanes) store(to + d, load(q + d) * splat(shape_.scale));
+      for (int h = 0; h < heads_per_kv_; ++h, q += size, to += kQueryPitch) take_query(q, to);
+    }
+  }
+
+  void take_query(const float* q, float* to) const {
+    const F32 factor = splat(shape_.scale);
+    if (args_.cache.form == KVForm::BF16) {
+      auto* pairs = reinterpret_cast<uint16_t*>(to);
+      for (int d = 0; d < shape_.head_size; d += kLanes) store_bf16(pairs + d, load(q + d) * factor);
+    } else {
+      for (int d = 0; d < shape_.head_size; d += kLanes) store(to + d, load(q + d) * factor);
     }
   }
 

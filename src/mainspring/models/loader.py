@@ -13,7 +13,6 @@ from mainspring.kernels.native import (
     KV_TILE,
     MOST_HEAD_SIZE,
     MOST_SHARING,
-    KVType,
     NativeOps,
     library,
     why_not,
@@ -142,13 +141,12 @@ def _native_only(config: EngineConfig) -> str | None:
 
 
 def native_ops(config: EngineConfig, collectives: Collectives | None = None) -> NativeOps:
-    kv_type: KVType = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype  # type: ignore[assignment]
     return NativeOps(
         config.scheduler.max_num_batched_tokens,
         num_threads=config.num_threads,
         variant=config.instruction_set,
         activations=config.activations,  # type: ignore[arg-type]
-        kv_type=kv_type,
+        kv_type=config.kv_cache_dtype,  # type: ignore[arg-type]
         collectives=collectives,
     )
 

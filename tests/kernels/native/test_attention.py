@@ -4,7 +4,8 @@ The twin reads K and V as the cache holds them (rounded to fp16, or to 8-bit cod
 is left is float32 arithmetic. Tolerance: a score of D terms is off by at most D * 2^-24 * sum|q k|, its
 exp by that and 1 ulp; a span adds 256 terms, each sum off by at most 256 * 2^-24 of its terms' sizes; the
 joins are a handful more. All weights are positive and their sum is divided out, so the result is off by
-at most twice that, times the largest value.
+at most twice that, times the largest value. With K and V in bf16 the twin rounds queries as the kernels do,
+and every weight may be off by 2^-9 of itself more.
 
 Equality of bytes is the contract: a row is the same alone, in any chunk, in any batch, behind a shared
 prefix, with any number of threads.
@@ -22,8 +23,8 @@ import pytest
 native = pytest.importorskip("mainspring_native", reason="the native kernels are not built")
 
 VARIANTS = native.runnable_variants()
-FORMS = {"F32": 0, "F16": 1, "I8": 2}
-ELEMENTS = {"F32": np.float32, "F16": np.float16, "I8": np.int8}
+FORMS = {"F32": 0, "F16": 1, "I8": 2, "BF16": 3}
+ELEMENTS = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "BF16": np.uint16}
 SPAN = 256
 
 pytestmark = pytest.mark.parametrize("variant", VARIANTS)
@@ -56,6 +57,8 @@ class Cache:
 
     def __post_init__(self) -> None:
         shape = self.shape
+        if shape.form == "BF16" and not native.has_bf16(self.variant):
+            pytest.skip("no products of bf16 here")
         element_bytes = np.dtype(ELEMENTS[shape.form]).itemsize
         per_token = shape.head_size * element_bytes + (4 if shape.form == "I8" else 0)
         block_bytes = 2 * shape.block_size * shape.num_kv_heads * per_token
@@ -130,8 +133,20 @@ def request(cache: Cache, num_tokens: int, seed: int = 0, prefix: Request | None
     return Request(q, kv, cache.place(kv, prefix.blocks[: num_shared // shape.block_size]))
 
 
+def rounded_to_bf16(x: np.ndarray) -> np.ndarray:
+    """The bits of bf16 numbers, from finite float32: to nearest, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def as_kept(x: np.ndarray, form: str) -> np.ndarray:
     """[..., head size] as the cache gives it back, in float64."""
+    if form == "BF16":
+        return from_bf16(rounded_to_bf16(x)).astype(np.float64)
     if form != "I8":
         return x.astype(ELEMENTS[form]).astype(np.float64)
     scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
@@ -145,14 +160,16 @@ def expected(shape: Shape, part: Part, kv: np.ndarray) -> tuple[np.ndarray, floa
     kv = kv[: part.end].reshape(part.end, 2, shape.num_kv_heads, shape.head_size)
     keys, values = as_kept(kv[:, 0], shape.form), as_kept(kv[:, 1], shape.form)
     num_rows, per_kv = len(part.q), shape.num_heads // shape.num_kv_heads
-    q = part.q.astype(np.float64).reshape(num_rows, shape.num_kv_heads, per_kv, shape.head_size)
+    q = part.q * np.float32(shape.scale)
+    q = as_kept(q, "BF16") if shape.form == "BF16" else part.q.astype(np.float64) * shape.scale
+    q = q.reshape(num_rows, shape.num_kv_heads, per_kv, shape.head_size)
     q, keys, values = (
         q.transpose(1, 2, 0, 3),
         keys.transpose(1, 2, 0)[:, None],
         values.transpose(1, 0, 2)[:, None],
     )
-    scores = q @ keys * shape.scale  # [KV heads, query heads of it, rows, tokens]
-    error = shape.head_size * 2.0**-24 * (np.abs(q) @ np.abs(keys)).max(initial=0) * shape.scale
+    scores = q @ keys  # [KV heads, query heads of it, rows, tokens]
+    error = shape.head_size * 2.0**-24 * (np.abs(q) @ np.abs(keys)).max(initial=0)
     if shape.soft_cap:
         scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
         error += 8 * 2.0**-24 * shape.soft_cap
@@ -164,7 +181,8 @@ def expected(shape: Shape, part: Part, kv: np.ndarray) -> tuple[np.ndarray, floa
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     rows = (weights @ values).transpose(2, 0, 1, 3).reshape(part.q.shape)
-    return rows, 2 * (error + (SPAN + 16) * 2.0**-24) * np.abs(values).max()
+    of_weights = 2.0**-9 if shape.form == "BF16" else 0.0
+    return rows, (2 * (error + (SPAN + 16) * 2.0**-24) + of_weights) * np.abs(values).max()
 
 
 def check(cache: Cache, requests: list[Request], parts: list[Part], num_threads: int = 1) -> None:
@@ -201,6 +219,10 @@ SHAPES = [
     Shape(4, 4, 64, window=256, soft_cap=20.0, form="F32"),
     Shape(6, 2, 64, window=300, soft_cap=50.0, form="I8"),
     Shape(6, 2, 64, causal=False),
+    Shape(6, 2, 64, form="BF16"),
+    Shape(14, 2, 80, block_size=48, form="BF16"),
+    Shape(3, 3, 16, window=101, soft_cap=30.0, form="BF16"),
+    Shape(8, 1, 256, causal=False, form="BF16"),
 ]
 
 
@@ -271,6 +293,8 @@ EXACT_SHAPES = [
     Shape(4, 2, 64, window=200, form="F32"),
     Shape(5, 1, 48, window=300, soft_cap=30.0, block_size=32),
     Shape(32, 1, 128),
+    Shape(6, 2, 64, form="BF16"),
+    Shape(5, 1, 48, window=301, soft_cap=30.0, block_size=32, form="BF16"),
 ]
 
 
@@ -424,8 +448,13 @@ def test_layout_of_the_cache(variant, form):
     heads = cache.data[1].reshape(2, -1)
     size = 32 * 48 * np.dtype(ELEMENTS[form]).itemsize
     for h in range(2):
-        keys = heads[h, :size].view(ELEMENTS[form]).reshape(2, 48, 16).transpose(0, 2, 1).reshape(32, 48)
-        values = heads[h, size : 2 * size].view(ELEMENTS[form]).reshape(32, 48)
+        keys, values = (heads[h, at : at + size].view(ELEMENTS[form]) for at in (0, size))
+        if form == "BF16":
+            keys = from_bf16(keys).reshape(2, 24, 16, 2).transpose(0, 2, 1, 3).reshape(32, 48)
+            values = from_bf16(values).reshape(16, 48, 2).transpose(0, 2, 1).reshape(32, 48)
+        else:
+            keys = keys.reshape(2, 48, 16).transpose(0, 2, 1).reshape(32, 48)
+            values = values.reshape(32, 48)
         if form == "I8":
             scales = heads[h, 2 * size :].view(np.float32).reshape(2, 32, 1)
             keys, values = keys * scales[0].astype(np.float64), values * scales[1].astype(np.float64)
