@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
-from mainspring.cli import bench, main, program, serve
+from mainspring.cli import bench, main, program, serve, vllm_flags
 from mainspring.cli.dialect import Parser
 from mainspring.cli.flags import add_common_flags, add_engine_flags, add_flag, engine_arguments, log_level
+from mainspring.server.settings import ServerSettings
 
 SCREEN = 40  # lines
 
@@ -110,6 +113,13 @@ def test_what_cannot_be_had_is_said_by_name(argv: list[str], line: str):
     with pytest.raises(ConfigError) as refusal:
         read(*argv)
     assert str(refusal.value).startswith(line)
+
+
+def test_what_is_a_setting_has_no_row():
+    """The table is for flags that set nothing: a row goes when its setting comes."""
+    settings = {f.name.replace("_", "-") for f in (*fields(EngineArgs), *fields(ServerSettings))}
+    rows = {flag.name for flag in vllm_flags.foreign_flags()} | vllm_flags.REFUSED.keys()
+    assert not (rows | vllm_flags.FITTING_OBJECTS.keys()) & settings
 
 
 # What users of vLLM pass to a server, with a value where it takes one.
