@@ -13,3 +13,9 @@ from mainspring.checkpoint.catalog import pull
 def smollm2() -> Path:
     """The file of SmolLM2-135M-Instruct, fetched into the cache if it is not there."""
     return pull("smollm2-135m", progress=False)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """The file of Gemma 3 270M, likewise."""
+    return pull("gemma3-270m", progress=False)
