@@ -201,6 +201,13 @@ def test_a_wrong_vocabulary_of_pieces(tmp_path: Path, changes: dict[str, Any], c
     assert "\n" not in str(caught.value)
 
 
+def test_a_charsmap_that_points_outside_itself(tmp_path: Path) -> None:
+    """Case B178: the library's panic is a refusal."""
+    t = read(tmp_path, pieces(ggml__precompiled_charsmap=[8, 0, 0, 0, 0, 0, 255, 0, 0, 0, 0, 255, 0]))
+    with pytest.raises(CheckpointError, match="precompiled_charsmap is damaged: index out of bounds"):
+        t.encode("abc")
+
+
 def test_six_thousand_special_tokens() -> None:
     """Of which the longest at a place is found; patterns that begin each other without end are refused."""
     texts = ["<unused>", *(f"<unused{i}>" for i in range(6000)), "\n" * 31, "\n", "+.*", ""]

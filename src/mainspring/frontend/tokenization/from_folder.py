@@ -19,7 +19,7 @@ from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.folder import ModelFolder
 from mainspring.checkpoint.quoting import quoted
 from mainspring.frontend.tokenization import pieces
-from mainspring.frontend.tokenization.library import JSONEncoder
+from mainspring.frontend.tokenization.library import JSONEncoder, refusing
 from mainspring.frontend.tokenization.parts import CONTROL, USER_DEFINED, Parts
 from mainspring.frontend.tokenization.sentencepiece_model import BPE, parse_model
 from mainspring.frontend.tokenization.spelling import (
@@ -79,11 +79,9 @@ class _File(msgspec.Struct):
 
 def _from_json(path: Path, folder: ModelFolder) -> Parts:
     data = path.read_bytes()
-    try:
+    with refusing("is no tokenizer"):
         file = msgspec.json.decode(data, type=_File)
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library has no narrower type
-        raise CheckpointError(f"is no tokenizer: {' '.join(str(error).split())}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -176,7 +176,7 @@ def _vocabulary(keys: _Keys, *, add_bos: bool, add_eos: bool) -> pieces.PieceVoc
     return pieces.PieceVocabulary(
         tokens=tokens,
         scores=np.array(keys.for_each("ggml.scores", float, len(tokens)), np.float64),
-        types=np.array(keys.for_each("ggml.token_type", int, len(tokens)), np.int64),
+        types=np.array(keys.for_each("ggml.token_type", int, len(tokens))),
         named=named,
         unknown_id=keys.token_id("unknown", len(tokens)),
         add_space_prefix=keys.flag("add_space_prefix", True),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import tokenizers
@@ -28,6 +29,18 @@ class LibraryEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """The library's failures as a `CheckpointError`; it has no narrower types, and its panics are none of
+    Python's exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{what}: {' '.join(str(error).split())}") from None
+
+
 # ---- from a vocabulary -------------------------------------------------------------------------------------
 
 
@@ -42,10 +55,8 @@ def byte_level(
     """Byte-level BPE. Raises `CheckpointError` for merges of what is no token."""
 
     def build(ids: Mapping[str, int], merges: Merges) -> tokenizers.Tokenizer:
-        try:
+        with refusing("key 'tokenizer.ggml.merges' does not fit the tokens"):
             model = models.BPE(dict(ids), list(merges), ignore_merges=kind.ignore_merges)
-        except Exception as error:  # the library has no narrower type
-            raise CheckpointError(f"key 'tokenizer.ggml.merges' does not fit the tokens: {error}") from None
         tokenizer = tokenizers.Tokenizer(model)
         if kind.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -93,10 +104,8 @@ class Unigram:
         named = [
             (f"{_RENAMED}{i}" if i in hidden_ids else piece, score) for i, (piece, score) in enumerate(pieces)
         ]
-        try:
+        with refusing("the vocabulary does not fit itself"):
             self._tokenizer = tokenizers.Tokenizer(models.Unigram(named, unknown_id))
-        except Exception as error:  # the library has no narrower type
-            raise CheckpointError(f"the vocabulary does not fit itself: {error}") from None
         self._bytes = byte_ids
         self._unknown_id = unknown_id
 
@@ -115,11 +124,14 @@ class Unigram:
 
 def charsmap_normaliser(charsmap: bytes) -> Callable[[str], str]:
     """What a SentencePiece model does to text before anything else. Raises `CheckpointError`."""
-    try:
+    with refusing("the precompiled_charsmap cannot be read"):
         precompiled = normalizers.Precompiled(charsmap)
-    except Exception as error:  # the library has no narrower type
-        raise CheckpointError(f"the precompiled_charsmap cannot be read: {error}") from None
-    return precompiled.normalize_str
+
+    def normalise(text: str) -> str:
+        with refusing("the precompiled_charsmap is damaged"):
+            return precompiled.normalize_str(text)
+
+    return normalise
 
 
 # ---- from a tokenizer.json ---------------------------------------------------------------------------------

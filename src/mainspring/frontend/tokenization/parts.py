@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class Parts:
     chat_template: str | None = None
 
 
-def ids_of_types(types: Sequence[int] | npt.NDArray[np.int64], *wanted: int) -> frozenset[int]:
+def ids_of_types(types: Sequence[int] | npt.NDArray[Any], *wanted: int) -> frozenset[int]:
     return frozenset(np.flatnonzero(np.isin(types, wanted)).tolist())
 
 

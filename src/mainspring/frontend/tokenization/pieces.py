@@ -34,7 +34,7 @@ _STRIP_NOTHING = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 class PieceVocabulary:
     tokens: Sequence[str]
     scores: npt.NDArray[np.float64]  # by id, as all lists here
-    types: npt.NDArray[np.int64]
+    types: npt.NDArray[Any]
     named: Mapping[str, int]  # some of bos, eos, eot, eom
     unknown_id: int | None
     add_space_prefix: bool
