@@ -144,9 +144,11 @@ def model_words(model: Forecast, speed: Speed | None) -> list[str]:
 
 def _ceilings(model: Forecast, speed: Speed) -> str:
     """Every weight is read for a token that is written, and used in two operations for one that is read."""
+    read = f"{speed.byte_products / (2 * model.num_parameters):,.0f} tokens/s of prompts read"
+    if not model.chunked_prefill:  # it writes none
+        return read
     reads = speed.model_reads if model.weights_bytes <= MODEL_BYTES else speed.memory_reads
-    written, read = reads / model.weights_bytes, speed.byte_products / (2 * model.num_parameters)
-    return f"{written:,.0f} tokens/s written by one request, {read:,.0f} tokens/s of prompts read"
+    return f"{reads / model.weights_bytes:,.0f} tokens/s written by one request, {read}"
 
 
 def run(argv: list[str]) -> int:

@@ -129,6 +129,8 @@ def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
         result.warnings.append(
             "the weights are larger than the memory that is free: expect swapping, or its end"
         )
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        result.warnings.append("reckoned as if one worker held it all; of several, each holds its share")
     if form == "as the file":
         result.warnings.append("weights are dequantised again in every step, which is slow")
     _size(result, config, kv_specs)
