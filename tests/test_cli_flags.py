@@ -15,7 +15,14 @@ from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.cli import bench, main, program, serve, vllm_flags
 from mainspring.cli.dialect import Parser
-from mainspring.cli.flags import add_common_flags, add_engine_flags, add_flag, engine_arguments, log_level
+from mainspring.cli.flags import (
+    LOG_VARIABLES,
+    add_common_flags,
+    add_engine_flags,
+    add_flag,
+    engine_arguments,
+    log_level,
+)
 from mainspring.server.settings import ServerSettings
 
 SCREEN = 40  # lines
@@ -172,10 +179,17 @@ def test_no_flag_of_vllm_is_a_stranger(word: str):
 
 
 def test_how_much_is_logged(monkeypatch: pytest.MonkeyPatch):
+    for name in LOG_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     assert log_level(read("--log-level", "DEBUG", "--verbose")) == "debug"
     assert log_level(read("--verbose")) == "info"
     assert log_level(read()) is None
     assert log_level(read(), "warning") == "warning"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    assert log_level(read(), "warning") == "error"
+    monkeypatch.setenv("MAINSPRING_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="MAINSPRING_LOG_LEVEL 'loud' in the environment must be"):
+        log_level(read())
 
 
 # --- help ---------------------------------------------------------------------------------------------------

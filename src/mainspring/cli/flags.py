@@ -6,6 +6,7 @@ A flag that is not given leaves no trace in the result, so that the engine's own
 from __future__ import annotations
 
 import argparse
+import os
 import types
 import typing
 from collections.abc import Callable, Container, Mapping
@@ -20,6 +21,7 @@ from mainspring.cli.values import human_int, json_object, model_len, real, token
 
 METAVARS: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_VARIABLES = ("MAINSPRING_LOG_LEVEL", "VLLM_LOGGING_LEVEL")
 READERS: dict[object, Callable[[str], Any]] = {
     int: human_int,
     float: real,
@@ -187,14 +189,26 @@ def add_log_flag(group: argparse._ArgumentGroup, parser: Parser) -> None:
     group.add_argument("--log-level", type=str.lower, choices=LOG_LEVELS, help=shown)
 
 
-def log_level(given: argparse.Namespace, usually: str | None = None) -> str | None:
-    """For `set_up_logging`: what was typed, else `usually`."""
-    chosen: str | None = getattr(given, "log_level", None)
-    return chosen or ("info" if getattr(given, "verbose", False) else usually)
-
-
 def add_help_flag(group: argparse._ArgumentGroup, parser: Parser) -> None:
     more = (
-        "; --help=all: every setting; --help=memory: of a group, or by a word" if parser.hides_flags else ""
+        "; --help=all: every flag; --help=WORD: those of a group, or with the word"
+        if parser.hides_flags
+        else ""
     )
     group.add_argument("--help", "-h", action="help", help=f"this{more}")
+
+
+def log_level(given: argparse.Namespace, usually: str | None = None) -> str | None:
+    """For `set_up_logging`: what was typed, else what the environment says, else `usually`."""
+    if hasattr(given, "log_level"):
+        return str(given.log_level)
+    if getattr(given, "verbose", False):
+        return "info"
+    for name in LOG_VARIABLES:
+        if text := os.environ.get(name):
+            if text.lower() not in LOG_LEVELS:
+                raise ConfigError(
+                    f"{name} {text!r} in the environment must be one of {', '.join(LOG_LEVELS)}"
+                )
+            return text.lower()
+    return usually
