@@ -47,11 +47,13 @@ def test_gemma_2() -> None:
     assert read("gemma-2-27b").layers[0].attn.scale == 1 / 12, "not by the head's size, 128"
 
 
-@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_gemma_2_without_a_cap_is_refused(cap: str) -> None:
-    """There, null means none and a key left out means 50 or 30, and both look the same."""
-    with pytest.raises(CheckpointError, match=f"^{cap} is missing; expected a positive number$"):
-        read("gemma-2-2b", **{cap: None})
+def test_gemma_2_where_a_config_is_silent() -> None:
+    """A cap or a window of null is none; a key that is left out means what the published models have."""
+    said = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    silent = from_config({key: value for key, value in CONFIGS["gemma-2-2b"].items() if key not in said})
+    assert silent == read("gemma-2-2b")
+    null = read("gemma-2-2b", **dict.fromkeys(said))
+    assert (first(null).attn.soft_cap, null.logit_soft_cap, windowed(null)) == (0.0, 0.0, [])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from mainspring.models.families.file import ModelFile
+from mainspring.models.families.keys import Keys
 from mainspring.models.families.model import Model
 from mainspring.models.spec import AttnSpec, LayerSpec, MLPSpec, RopeSpec
 from mainspring.models.views import View
@@ -28,7 +29,7 @@ CONFIG_NAMES: Final = {
 
 def gemma2(file: ModelFile) -> Model:
     """Every second layer has a window, the first of them too; scores and logits are capped."""
-    keys, silent = file.keys, file.is_gguf
+    keys = file.keys
     num_heads, num_kv_heads, head_size = file.heads()
     attn = AttnSpec(
         num_heads,
@@ -36,11 +37,11 @@ def gemma2(file: ModelFile) -> Model:
         head_size,
         file.rope(head_size),
         scale=_scale(file, head_size, num_layers_of_27b=46),
-        soft_cap=keys.positive("attn_logit_softcapping", 50.0 if silent else None),
+        soft_cap=_cap(keys, "attn_logit_softcapping", 50.0),
     )
-    window = keys.count("sliding_window", 4096 if silent else None)
+    window = keys.count("sliding_window", WINDOW) if file.is_gguf else file.window(WINDOW)
     attns = [replace(attn, sliding_window=window if has else None) for has in _windowed(file, period=2)]
-    return _gemma(file, "gemma2", attns, keys.positive("final_logit_softcapping", 30.0 if silent else None))
+    return _gemma(file, "gemma2", attns, _cap(keys, "final_logit_softcapping", 30.0))
 
 
 def gemma3(file: ModelFile) -> Model:
@@ -57,9 +58,15 @@ def gemma3(file: ModelFile) -> Model:
     )
     local = replace(attn, rope=_local_rope(file, head_size), sliding_window=file.window(WINDOW))
     attns = [local if has else attn for has in _windowed(file, period=6)]
-    cap = keys.positive("final_logit_softcapping") if "final_logit_softcapping" in keys else 0.0
     keys.one_of("use_bidirectional_attention", (False,), False)
-    return _gemma(file, "gemma3", attns, cap)
+    return _gemma(file, "gemma3", attns, _cap(keys, "final_logit_softcapping", 0.0))
+
+
+def _cap(keys: Keys, key: str, default: float) -> float:
+    """default: what is meant where the file does not say; null is none."""
+    if key not in keys:
+        return 0.0 if keys.says(key) else default
+    return keys.positive(key)
 
 
 def _gemma(file: ModelFile, architecture: str, attns: list[AttnSpec], logit_soft_cap: float) -> Model:
