@@ -33,7 +33,8 @@ from mainspring.base.errors import ConfigError, EngineError
 from mainspring.bench.throughput import TOKEN_RANGE
 from mainspring.checkpoint.catalog import resolve_model
 from mainspring.checkpoint.gguf import GGUFFile
-from mainspring.cli.dialect import Parser, add_engine_flags, add_flag, engine_arguments
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_engine_flags, add_flag, engine_arguments
 from mainspring.frontend.tokenizer import Tokenizer
 from peers import report, workloads
 from peers.engines import PEERS, Engine, EngineFailed, Peer, Recipe, installed, ours, start_s, theirs

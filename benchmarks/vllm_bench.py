@@ -28,7 +28,8 @@ from mainspring.base.errors import ConfigError
 from mainspring.bench import serve
 from mainspring.bench.arguments import ENDPOINTS, LoadArgs
 from mainspring.checkpoint.catalog import resolve_model
-from mainspring.cli.dialect import Parser, add_engine_flags, add_flag
+from mainspring.cli.dialect import Parser
+from mainspring.cli.flags import add_engine_flags, add_flag
 from peers.engines import PEERS, EngineFailed, installed, last_line, vllm_environment
 from peers.weights import hf_folder
 from peers.workloads import VLLM
