@@ -26,8 +26,21 @@ if TYPE_CHECKING:
         QueueOverflowError,
         RequestError,
     )
-    from mainspring.base.outputs import CompletionOutput, Logprob, RequestOutput
-    from mainspring.base.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from mainspring.base.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from mainspring.base.params import (
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from mainspring.frontend.async_llm import AsyncLLM
     from mainspring.frontend.llm import LLM
     from mainspring.frontend.llm_engine import LLMEngine
@@ -37,18 +50,23 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "CheckpointError",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "EngineError",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QueueOverflowError",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
 ]
@@ -58,18 +76,23 @@ _HOME = {
     "AsyncEngineArgs": "base.config",
     "AsyncLLM": "frontend.async_llm",
     "CheckpointError": "base.errors",
+    "ClassificationRequestOutput": "base.outputs",
     "CompletionOutput": "base.outputs",
     "ConfigError": "base.errors",
+    "EmbeddingRequestOutput": "base.outputs",
     "EngineArgs": "base.config",
     "EngineDeadError": "base.errors",
     "EngineError": "base.errors",
     "LLMEngine": "frontend.llm_engine",
     "Logprob": "base.outputs",
+    "PoolingParams": "base.params",
+    "PoolingRequestOutput": "base.outputs",
     "QueueOverflowError": "base.errors",
     "RequestError": "base.errors",
     "RequestOutput": "base.outputs",
     "RequestOutputKind": "base.params",
     "SamplingParams": "base.params",
+    "ScoringRequestOutput": "base.outputs",
     "StructuredOutputsParams": "base.params",
 }
 

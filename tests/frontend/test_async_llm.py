@@ -404,8 +404,8 @@ def test_refusals_are_the_callers_alone():
             await asyncio.sleep(0)
             with pytest.raises(RequestError):
                 await read(llm, [], params())
-            with pytest.raises(RequestError, match="encode"):
-                llm.encode("hello", None, "a")
+            with pytest.raises(RequestError, match="pooling_params"):
+                await anext(llm.encode("hello", "embed", "a"))
             accept, seen = client.add_request, []
 
             async def add(request):

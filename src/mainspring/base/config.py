@@ -276,6 +276,7 @@ class PoolingFacts:
     normalize: bool = True
     width: int | None = None  # elements of a vector; None: not known before it is computed
     labels: tuple[str, ...] = ()  # of a head that classifies; empty: there is none
+    token_kinds: int = 1  # 2: tokens of a second text have embeddings of their own, behind all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,7 +487,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         raise ConfigError("\n".join(wrong))
     return EngineConfig(
         model=model.path,
-        vocab_size=model.vocab_size,
+        vocab_size=model.vocab_size * model.pooling.token_kinds,
         executor=executor,
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,

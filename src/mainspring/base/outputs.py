@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
 
 
 class Logprob(NamedTuple):
@@ -31,6 +36,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # stop, length, abort, error, repetition; None while it goes on
     stop_reason: int | str | None = None  # the stop string or token id that ended it; None for EOS
     error: str | None = None  # the cause, where finish_reason is "error"
+    pooled: Floats | None = None  # what `PoolingParams` asked for, instead of a text
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -61,3 +67,53 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     # structured outputs asked for leniently: what of them is not enforced, a line each
     warnings: list[str] | None = None
+
+
+# What the methods of models that read and do not write give.
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    data: Floats  # [elements]; of a task that gives one for each token [tokens, elements]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]  # of the labels, in the order of the model's
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """Of one prompt, or of one pair."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

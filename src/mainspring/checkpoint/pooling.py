@@ -58,7 +58,11 @@ def folder_pooling(folder: ModelFolder) -> PoolingFacts:
     if (folder.path / MODULES_FILE).is_file():
         kind, normalize = _modules(folder.path, kind)
     return PoolingFacts(
-        kind=kind, normalize=normalize, width=width if isinstance(width, int) else None, labels=labels
+        kind=kind,
+        normalize=normalize,
+        width=width if isinstance(width, int) else None,
+        labels=labels,
+        token_kinds=2 if labels and config.get("type_vocab_size", 2) != 1 else 1,
     )
 
 

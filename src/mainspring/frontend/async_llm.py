@@ -50,12 +50,13 @@ from mainspring.base.messages import (
     Sleep,
     WakeUp,
 )
-from mainspring.base.outputs import CompletionOutput, RequestOutput
-from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.base.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from mainspring.base.params import PoolingParams, RequestOutputKind, SamplingParams
 from mainspring.frontend.input_processor import InputProcessor, Prompt
 from mainspring.frontend.llm_engine import make_processors, start_core
 from mainspring.frontend.metrics import LoggingStatLogger, StatLogger, log_regularly
 from mainspring.frontend.output_processor import OutputProcessor
+from mainspring.frontend.pooling import as_pooling
 
 if TYPE_CHECKING:
     from mainspring.engine.client import CacheFacts
@@ -526,7 +527,7 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -554,11 +555,34 @@ class AsyncLLM:
             raise
         return stream
 
-    def encode(
-        self, prompt: Prompt, pooling_params: object, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """For models that turn text into vectors. There is none yet: raises `RequestError`."""
-        raise RequestError("encode is not supported: no pooling model can be loaded yet; use generate")
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Read `prompt` and yield, once, what `pooling_params.task` gives. Otherwise as `generate`."""
+        if not isinstance(pooling_params, PoolingParams):
+            raise RequestError(
+                f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}", "pooling_params"
+            )
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            pooling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            trace_headers=trace_headers,
+        )
+        try:
+            async for output in stream:
+                yield as_pooling(output)
+        finally:
+            await stream.aclose()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End every request under this id, or these; its reader gets a last output with finish reason abort.

@@ -26,10 +26,16 @@ import msgspec
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import RequestError
 from mainspring.base.messages import EngineCoreRequest
-from mainspring.base.params import SamplingParams, StructuredOutputsParams, check_encodable
+from mainspring.base.params import (
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_encodable,
+)
 from mainspring.base.protocols import Clock
 from mainspring.frontend.detokenizer import special_texts
 from mainspring.frontend.parallel_sampling import fan_out
+from mainspring.frontend.pooling import as_core_params, cut, of_kinds, resolved
 
 if TYPE_CHECKING:
     from mainspring.frontend.tokenizer import Tokenizer
@@ -70,6 +76,10 @@ class InputProcessor:
         self._special_texts = {} if tokenizer is None else special_texts(tokenizer)
 
     @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self._max_model_len
@@ -78,7 +88,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> ProcessedInput:
@@ -87,6 +97,13 @@ class InputProcessor:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string, got {_shown(request_id)}", "request_id")
         check_encodable("request_id", request_id)
+        if isinstance(params, PoolingParams):
+            return self._pooled(request_id, prompt, params, priority, cache_salt, arrival_time_s)
+        if not self._facts.can_generate:
+            raise RequestError(
+                f"this model ({self._facts.architecture}) reads texts and cannot generate: "
+                f"{'use classify or score' if self._facts.pooling.labels else 'use embed'}, or another model"
+            )
         params = self._copy(params)
         text, prompt_token_ids, salt = self._read_prompt(prompt)
         self._fit(params, len(prompt_token_ids))
@@ -118,7 +135,37 @@ class InputProcessor:
             _decide_cache_reading(child.sampling_params)
         return ProcessedInput(text, requests)
 
-    async def check_structure(self, params: SamplingParams) -> None:
+    def _pooled(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        priority: int,
+        cache_salt: str | None,
+        arrival_time_s: float,
+    ) -> ProcessedInput:
+        """A prompt that is read and not continued."""
+        pooling = resolved(params, self._facts)
+        kinds = None
+        if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
+            kinds = prompt["token_type_ids"]
+            prompt = {key: value for key, value in prompt.items() if key != "token_type_ids"}
+        text, ids, salt = self._read_prompt(prompt)
+        if kinds is not None:
+            ids = of_kinds(ids, kinds, self._facts)
+        ids = cut(ids, text, params, self._max_model_len, self._tokenizer)
+        request = EngineCoreRequest(
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=ids,
+            sampling_params=as_core_params(params, pooling),
+            arrival_time_s=arrival_time_s,
+            priority=_priority(priority),
+            cache_salt=_cache_salt(cache_salt if salt is None else salt),
+            pooling=pooling,
+        )
+        return ProcessedInput(text, [request])
+
+    async def check_structure(self, params: SamplingParams | PoolingParams) -> None:
         """What `process` finds wrong with `structured_outputs`, found without blocking the event loop: to
         read a large schema takes a while. Then `process` knows the verdict."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:

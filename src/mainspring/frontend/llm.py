@@ -26,10 +26,26 @@ import msgspec
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError, EngineError, RequestError
 from mainspring.base.messages import SchedulerStats
-from mainspring.base.outputs import RequestOutput
-from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.base.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from mainspring.base.params import PoolingParams, PoolingTask, RequestOutputKind, SamplingParams
 from mainspring.frontend.input_processor import Prompt
 from mainspring.frontend.llm_engine import LLMEngine
+from mainspring.frontend.pooling import (
+    as_classification,
+    as_embedding,
+    as_pooling,
+    as_scoring,
+    of_pair,
+    pair_prompt,
+    pair_room,
+)
 
 if TYPE_CHECKING:
     from mainspring.frontend.chat_template import ChatTemplate
@@ -124,22 +140,12 @@ class LLM:
         """
         if lora_request is not None:
             raise RequestError("lora_request is not supported yet; leave it out", "lora_request")
-        asked: list[Any] = list(prompts) if _is_many(prompts) else [prompts]
+        asked = _as_list(prompts)
         params = _one_each(len(asked), "sampling_params", sampling_params, self.get_default_sampling_params())
         priorities = _one_each(len(asked), "priority", priority, 0)
-        with self._call() as call:
-            ids = []
-            for index, one in enumerate(zip(asked, params, priorities, strict=True)):
-                with _says_which(index, len(asked)):
-                    ids.append(
-                        self._add(call, one[0], _with_kind(one[1], RequestOutputKind.FINAL_ONLY), one[2])
-                    )
-            finished = {}
-            with _progress(use_tqdm, len(asked)) as show:
-                for output in self._outputs(call):
-                    finished[output.request_id] = output
-                    show(output)
-            return [finished[i] for i in ids]
+        return self._finished(
+            asked, [_with_kind(one, RequestOutputKind.FINAL_ONLY) for one in params], priorities, use_tqdm
+        )
 
     def chat(
         self,
@@ -218,6 +224,107 @@ class LLM:
             "prompt_token_ids": template.encode(tokenizer, *given, **options),
         }
 
+    # --- vectors --------------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, in their order: `output.outputs.embedding`.
+
+        How it is pooled, and whether its length is made 1, is as the model's files say; a model that
+        generates gives the last token's state, of length 1. `truncate_prompt_tokens` cuts longer prompts, -1
+        to what the model can read. Raises `RequestError` if any prompt cannot be served; then none of them
+        is.
+        """
+        params = self._pooling_params("embed", prompts, pooling_params, truncate_prompt_tokens)
+        return [as_embedding(output) for output in self._pooled(prompts, params, use_tqdm)]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        *,
+        pooling_task: PoolingTask | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the task gives, as an array: `output.outputs.data`. By default a vector for each token."""
+        task = pooling_task or "token_embed"
+        params = self._pooling_params(task, prompts, pooling_params, truncate_prompt_tokens)
+        return [as_pooling(output) for output in self._pooled(prompts, params, use_tqdm)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of the labels of the model's head: `output.outputs.probs`."""
+        params = self._pooling_params("classify", prompts, pooling_params, truncate_prompt_tokens)
+        return [as_classification(output) for output in self._pooled(prompts, params, use_tqdm)]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        use_tqdm: bool | MakeBar = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one with one, one with each of many, or each with its own.
+
+        A model that was made for pairs reads both at once; else it is the cosine of their vectors.
+        """
+        firsts, seconds = _as_list(data_1), _as_list(data_2)
+        if len(firsts) not in (1, len(seconds)) or not seconds:
+            raise RequestError(
+                f"data_1 has {len(firsts)} texts and data_2 {len(seconds)}; give one and some, or as many",
+                "data_1",
+            )
+        if self.llm_engine.facts.pooling.labels:
+            keep = pair_room(pooling_params, truncate_prompt_tokens, self.max_model_len)
+            pairs = [
+                pair_prompt(first, second, self.get_tokenizer(), keep)
+                for first, second in zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
+            ]
+            params = self._pooling_params("score", pairs, pooling_params, None)
+            return [as_scoring(output) for output in self._pooled(pairs, params, use_tqdm)]
+        texts = firsts + seconds
+        params = self._pooling_params("embed", texts, pooling_params, truncate_prompt_tokens)
+        outputs = self._pooled(texts, params, use_tqdm)
+        one_each = outputs[: len(firsts)] * (len(seconds) // len(firsts))
+        return [of_pair(one, two) for one, two in zip(one_each, outputs[len(firsts) :], strict=True)]
+
+    def _pooling_params(
+        self, task: PoolingTask, prompts: Any, given: Any, truncate_prompt_tokens: int | None
+    ) -> Sequence[Any]:
+        """One for each prompt; the caller's objects are not changed."""
+        found = []
+        for one in _one_each(len(_as_list(prompts)), "pooling_params", given, PoolingParams()):
+            if not isinstance(one, PoolingParams):
+                raise RequestError(
+                    f"pooling_params must be PoolingParams, got {type(one).__name__}", "pooling_params"
+                )
+            if one.task not in (None, task):
+                raise RequestError(f"pooling_params are for {one.task}, and {task} was asked for", "task")
+            more = (
+                {} if truncate_prompt_tokens is None else {"truncate_prompt_tokens": truncate_prompt_tokens}
+            )
+            found.append(msgspec.structs.replace(one, task=task, **more))
+        return found
+
+    def _pooled(self, prompts: Any, params: Sequence[Any], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+        asked = _as_list(prompts)
+        return self._finished(asked, params, [0] * len(asked), use_tqdm)
+
     # --- the engine -----------------------------------------------------------------------------------------
 
     @property
@@ -279,7 +386,23 @@ class LLM:
                 for request_id in call.unfinished:
                     del self._calls[request_id]
 
-    def _add(self, call: _Call, prompt: Prompt, params: SamplingParams, priority: int) -> str:
+    def _finished(
+        self, asked: list[Any], params: Sequence[Any], priorities: Sequence[int], use_tqdm: bool | MakeBar
+    ) -> list[RequestOutput]:
+        """The last output of each, in the order of what was asked."""
+        with self._call() as call:
+            ids = []
+            for index, one in enumerate(zip(asked, params, priorities, strict=True)):
+                with _says_which(index, len(asked)):
+                    ids.append(self._add(call, *one))
+            finished = {}
+            with _progress(use_tqdm, len(asked)) as show:
+                for output in self._outputs(call):
+                    finished[output.request_id] = output
+                    show(output)
+            return [finished[i] for i in ids]
+
+    def _add(self, call: _Call, prompt: Prompt, params: SamplingParams | PoolingParams, priority: int) -> str:
         request_id = next(self._request_ids)
         with self._turn:
             # Known before it is added: wherever an interrupt falls, `_call` finds it.
@@ -319,6 +442,10 @@ class LLM:
             text = None if source is None else template_text(source)
             self._templates[source] = ChatTemplate.from_tokenizer(self.get_tokenizer(), text)
         return self._templates[source]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    return list(prompts) if _is_many(prompts) else [prompts]
 
 
 def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:

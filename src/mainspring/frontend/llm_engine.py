@@ -27,7 +27,7 @@ from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabul
 from mainspring.base.errors import ConfigError, EngineDeadError, innermost
 from mainspring.base.messages import CheckHealth, FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
-from mainspring.base.params import SamplingParams
+from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.base.protocols import Clock
 from mainspring.frontend.input_processor import InputProcessor, Prompt
 from mainspring.frontend.metrics import LoggingStatLogger, Metric, MetricsOptions, collect
@@ -149,6 +149,7 @@ class LLMEngine:
         """sampling_defaults: the model's own, by the names of `SamplingParams`."""
         self.client = client
         self.tokenizer = tokenizer
+        self.facts = input_processor.facts
         self._sampling_defaults = sampling_defaults or {}
         self.model_name = ""  # as metrics show it
         self._input_processor = input_processor
@@ -183,7 +184,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:

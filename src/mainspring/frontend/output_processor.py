@@ -25,7 +25,7 @@ import msgspec
 from mainspring.base.errors import innermost
 from mainspring.base.log import get_logger
 from mainspring.base.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from mainspring.base.outputs import CompletionOutput, RequestOutput, SampleLogprobs
+from mainspring.base.outputs import CompletionOutput, Floats, RequestOutput, SampleLogprobs
 from mainspring.base.params import RequestOutputKind
 from mainspring.base.protocols import Clock
 from mainspring.frontend.detokenizer import Detokenizer, TokenBytes, special_texts
@@ -56,6 +56,7 @@ class RequestState:
         "logprobs",
         "num_sent",
         "parent",
+        "pooled",
         "prompt_logprobs_received",
         "request",
         "stop_reason",
@@ -81,6 +82,7 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.pooled: Floats | None = None
         self.prompt_logprobs_received = False
         self.times = Times()
 
@@ -118,6 +120,7 @@ class RequestState:
             None if self.finish_reason is None else str(self.finish_reason),
             self.stop_reason,
             self.error,
+            self.pooled,
         )
 
 
@@ -233,7 +236,7 @@ class OutputProcessor:
             state.prompt_logprobs_received = True
             parent.prompt_logprobs = to_prompt_positions(output.prompt_logprobs, self._texts)
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
-        state.error = output.error
+        state.error, state.pooled = output.error, output.pooled
         token_ids = self._read(state, output.new_token_ids)
         state.token_ids += token_ids
         if self.stats is not None:
@@ -285,11 +288,12 @@ class OutputProcessor:
             parent.metrics.num_preemptions += times.num_preemptions - num_before
         if parent.metrics.queue_time_s is None:
             parent.metrics.queue_time_s = times.queue_s
-        if output.new_token_ids:
+        if output.new_token_ids or output.pooled is not None:
             if parent.metrics.time_to_first_token_s is None:
                 parent.metrics.time_to_first_token_s = since_arrival_s
                 stats.prompt_read(parent.tally, parent.num_cached_tokens or 0, since_arrival_s)
-            stats.tokens_came(times, num_tokens, timestamp_s, since_arrival_s)
+            if output.new_token_ids:
+                stats.tokens_came(times, num_tokens, timestamp_s, since_arrival_s)
         if state.finish_reason is not None:
             parent.metrics.e2e_latency_s = since_arrival_s  # of several answers the last one's stays
 

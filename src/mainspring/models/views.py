@@ -67,11 +67,13 @@ class View:
     transpose: bool = False
     plus: float = 0.0
     flat: bool = False  # a matrix of one row is a vector
+    # A table of kinds of tokens: all rows follow again, with its second row less its first one added.
+    second_kind: str | None = None
 
     @property
     def is_changed(self) -> bool:
         """More than a piece: its numbers are made anew, as float32."""
-        return bool(self.transpose or self.plus or self.flat)
+        return bool(self.transpose or self.plus or self.flat or self.second_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class Views:
             shape = (shape[0], _length(shape[1], *view.columns))
         if view.flat and shape[:1] == (1,):
             shape = shape[1:]
+        if view.second_kind is not None:
+            shape = (2 * shape[0], *shape[1:])
         cut = view.columns is not None and not _cuts_no_block(view.columns, info)
         return _Info(shape, "F32" if view.is_changed or cut else info.type)
 
@@ -123,7 +127,11 @@ class Views:
             values = self._source.dequantise(view.tensor)
             values = values.reshape(_as_matrix(values.shape))
             values = (values.T if view.transpose else values)[view.begin : view.end]
-            values = (values if view.columns is None else values[:, slice(*view.columns)]).reshape(shape)
+            values = values if view.columns is None else values[:, slice(*view.columns)]
+            if view.second_kind is not None:
+                kinds = self._source.dequantise(view.second_kind)
+                values = np.concatenate([values, values + (kinds[1] - kinds[0])])
+            values = values.reshape(shape)
             values = values + np.float32(view.plus) if view.plus else values
         if out is None:
             return np.ascontiguousarray(values)
@@ -167,7 +175,6 @@ class Views:
 
     def drop_pages(self) -> None:
         self._source.drop_pages()
-
 
     def _source_rows(self, tensor: str, begin: int, end: int) -> Floats:
         info = self._source.info(tensor)
