@@ -1,6 +1,6 @@
 """Configs of tiny networks, one or more per family, in the form that makers publish: `make_fixtures.py`.
 
-Odd sizes on purpose: several heads on a KV head, heads that are not hidden_size / heads where a family says
+Odd sizes on purpose: several heads on a KV head, heads that are no share of hidden_size where a family says
 so, a vocabulary that is no round number, windows shorter than the longest sequence.
 """
 
@@ -14,8 +14,8 @@ from gemma_phi_gpt2_configs import OTHER_CONFIGS, OTHER_SEQUENCES
 SEQUENCES: dict[str, tuple[int, ...]] = {"default": (37, 9)} | OTHER_SEQUENCES
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -50,7 +50,7 @@ QWEN3 = SHAPE | {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "attention_bias": False,
-    "head_dim": 12,
+    "head_dim": 32,
     "hidden_act": "silu",
     "max_window_layers": 3,
     "rope_scaling": None,
@@ -70,7 +70,7 @@ OLMO2 = SHAPE | {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "llama-biased": LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "llama-biased": LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "llama-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.5}},
     "llama-llama3": LLAMA
     | {

@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, logging
 def make(name: str) -> Fixture:
     config = CONFIGS[name]
     lengths = SEQUENCES.get(name, SEQUENCES["default"])
-    prompts = random_ids(name, config, [length - NUM_NEW for length in lengths])
     model, shapes, saved_config = network(config, AutoModelForCausalLM)
-    token_ids = [continued(model, prompt) for prompt in prompts]
+    rng = np.random.default_rng(len(name))
+    token_ids = [sequence(model, rng, config["vocab_size"], length) for length in lengths]
     logits = [logits_of(model, ids) for ids in token_ids]
     return Fixture(name, config, saved_config, shapes, token_ids, logits)
 
@@ -37,16 +37,12 @@ def make(name: str) -> Fixture:
 def make_encoder(name: str) -> Fixture:
     """Hidden states instead of logits."""
     config = ENCODER_CONFIGS[name]
-    token_ids = random_ids(name, config, list(SEQUENCES["default"]))
+    rng = np.random.default_rng(len(name))
+    token_ids = [rng.integers(0, config["vocab_size"], length).tolist() for length in SEQUENCES["default"]]
     model, shapes, saved_config = network(config, AutoModel)
     with torch.no_grad():
         hidden = [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in token_ids]
     return Fixture(name, config, saved_config, shapes, token_ids, hidden)
-
-
-def random_ids(name: str, config: dict[str, Any], lengths: list[int]) -> list[list[int]]:
-    rng = np.random.default_rng(len(name))
-    return [rng.integers(0, config["vocab_size"], length).tolist() for length in lengths]
 
 
 def network(config: dict[str, Any], auto: Any) -> tuple[Any, dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -68,14 +64,20 @@ def network(config: dict[str, Any], auto: Any) -> tuple[Any, dict[str, tuple[int
     return model.eval(), shapes, saved_config
 
 
-def continued(model: Any, prompt: list[int]) -> list[int]:
-    """With what is likeliest, by far enough that rounding cannot change it; whole sequences each time."""
-    ids = list(prompt)
-    for _ in range(NUM_NEW):
-        second, first = np.argsort(row := logits_of(model, ids)[-1])[-2:].tolist()
-        assert row[first] - row[second] > 1e-3, "two tokens are equally likely: choose another prompt"
-        ids.append(first)
-    return ids
+def sequence(model: Any, rng: np.random.Generator, vocab_size: int, length: int) -> list[int]:
+    """A random prompt and what is likeliest behind it, by far enough that rounding cannot change it.
+
+    Whole sequences are computed each time.
+    """
+    while True:
+        ids: list[int] = rng.integers(0, vocab_size, length - NUM_NEW).tolist()
+        while len(ids) < length:
+            second, first = np.argsort(row := logits_of(model, ids)[-1])[-2:].tolist()
+            if row[first] - row[second] < 1e-2:
+                break
+            ids.append(first)
+        else:
+            return ids
 
 
 def logits_of(model: Any, ids: list[int]) -> Floats:
