@@ -56,8 +56,9 @@ def gemma3(file: ModelFile) -> Model:
         scale=_scale(file, head_size, num_layers_of_27b=62),
         qk_norm="head",
     )
-    local = replace(attn, rope=_local_rope(file, head_size), sliding_window=file.window(WINDOW))
-    attns = [local if has else attn for has in _windowed(file, period=6)]
+    window = file.window(WINDOW)
+    local = replace(attn, rope=_local_rope(file, head_size), sliding_window=window)
+    attns = [local if has and window is not None else attn for has in _windowed(file, period=6)]
     keys.one_of("use_bidirectional_attention", (False,), False)
     return _gemma(file, "gemma3", attns, _cap(keys, "final_logit_softcapping", 0.0))
 
@@ -95,7 +96,8 @@ def _windowed(file: ModelFile, period: int) -> list[bool]:
         return file.windowed()
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         period = keys.count(key, period)
-    return file.windowed([bool((layer + 1) % period) for layer in range(file.num_layers())], WINDOW)
+    windowed = [bool((layer + 1) % period) for layer in range(file.num_layers())]
+    return windowed if file.is_gguf else file.windowed(windowed, WINDOW)
 
 
 def _scale(file: ModelFile, head_size: int, num_layers_of_27b: int) -> float:
