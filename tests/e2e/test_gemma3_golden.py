@@ -75,7 +75,8 @@ def check(outputs: list[RequestOutput], order: slice = slice(None)) -> float:
 
 
 def test_cold_then_warm(gemma3: Path) -> None:
-    """Every whole block of a prompt but its end is found again, for each group what its window still sees."""
+    """Case B154: a prompt of three windows is as exact as a short one. Every whole block of a prompt but its
+    end is found again, for each group what its window still sees."""
     with engine(gemma3, max_num_batched_tokens=2048) as llm:
         cold = generate(llm)
         assert not any(output.num_cached_tokens for output in cold)
