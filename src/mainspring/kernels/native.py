@@ -53,7 +53,7 @@ QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
-API_VERSION = 2  # of the library (native/csrc/module.cpp)
+API_VERSION = 3  # of the library (native/csrc/module.cpp)
 
 
 @cache
