@@ -95,6 +95,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     features: list[bytes] | None = None  # multimodal items; refused likewise
     pooling: Pooling | None = None  # the request ends when its prompt is read, and samples nothing
     data_parallel_rank: int | None = None  # which of several engines is to run it, if it lives
+    current_wave: int = 0  # of ranks in lock-step, as its sender believed (engine/lockstep.py)
 
 
 # Commands: a type and a `case`, defined once for every client.
@@ -263,6 +264,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     scheduler_stats: SchedulerStats | None = None
     timestamp_s: float = 0.0
     utility_output: UtilityOutput | None = None
+    # Of ranks in lock-step (engine/lockstep.py), to who coordinates them:
+    wave_complete: int | None = None  # this wave is over, all sleep
+    start_wave: int | None = None  # a rank has woken for it: the others are to be started
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -98,6 +98,9 @@ class Executor(Protocol):
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         """Sample what the last `execute_model` left; the step's result."""
 
+    def execute_dummy_batch(self) -> None:
+        """A forward pass of no rows, for ranks that must make every step together."""
+
     def call(self, command: Command) -> list[CommandResult]:
         """Ask every worker; one answer each."""
 

@@ -95,6 +95,9 @@ class FakeStepExecutor:
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         return self._sampling
 
+    def execute_dummy_batch(self) -> None:
+        pass
+
     def call(self, command: Command) -> list[CommandResult]:
         return [True]
 

@@ -99,6 +99,8 @@ class Scheduler:
         self._steady: Rows | None = None  # the rows of a step in which every running request is quiet
         self._slots_were_left = False  # some of `running` do not run any more
         self._did_not_fit: tuple[Request, int] | None = None  # and how often blocks had been released by then
+        self.throttles_prefills = False  # prompts wait in the next step: set by whoever keeps ranks in step
+        self.had_no_room = False  # in the last step somebody found no block
         self._num_generations = 0
         self._num_arrivals = 0
         self._num_watermark_blocks = math.ceil(config.watermark * (kv.pool.num_blocks - 1))
@@ -198,6 +200,10 @@ class Scheduler:
                 waited_for = self._loading
         return bool(waited_for or self._in_flight or any(self._outboxes.values()))
 
+    def num_decoding(self) -> int:
+        """Running requests whose next step is one token."""
+        return sum(request.num_todo == 1 for request in self.running)
+
     def has_parked_requests(self) -> bool:
         return bool(self.parked or self._loading)
 
@@ -245,13 +251,14 @@ class Scheduler:
         """The next step, or None if there is nothing to run. Its effects on the requests are done when it
         returns: every plan must be executed and booked, in order."""
         step = StepBuilder(self.config.max_num_batched_tokens)
+        self.had_no_room = False
         if self.pause_state is PauseState.PAUSED_ALL:
             step.skipped.update(self.running)
             return self._make_plan(step)
         self._continue_running(step)
         for request in step.counts:
             self._publish_known(request)
-        if not step.num_preempted:
+        if not step.num_preempted and not self.throttles_prefills:
             self._admit_waiting(step)
         return self._make_plan(step)
 
@@ -268,6 +275,8 @@ class Scheduler:
         step.skipped.update(busy)  # until they have a row
         busy.sort(key=lambda request: request.num_todo > 1)
         for request in busy:
+            if self.throttles_prefills and request.num_todo > 1:
+                continue
             if request.status is Status.RUNNING:  # and not preempted for one before it
                 self._continue_one(step, request)
 
@@ -364,6 +373,7 @@ class Scheduler:
                 case Admission.NEXT_STEP:
                     return
                 case Admission.NO_BLOCKS:
+                    self.had_no_room = True
                     self._did_not_fit = (request, self.kv.pool.num_releases)
 
     def _admit(self, step: StepBuilder, request: Request) -> Admission:

@@ -148,6 +148,9 @@ class MultiprocExecutor:
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         return self._step(Sample(mask), non_block)
 
+    def execute_dummy_batch(self) -> None:
+        raise NotImplementedError("ranks in lock-step have one worker each, in the core's process")
+
     def call(self, command: Command) -> list[CommandResult]:
         return self._ask_all(Call(command), Any)
 

@@ -59,6 +59,9 @@ class UniProcExecutor:
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         return self._step(non_block, self._worker.sample_tokens, mask)
 
+    def execute_dummy_batch(self) -> None:
+        self._step(False, self._worker.execute_dummy_batch).result()
+
     def call(self, command: Command) -> list[CommandResult]:
         if self._failure is not None:
             raise self._dead(self._failure)

@@ -145,6 +145,7 @@ class FakeExecutor:
         self.fail_rows: set[str] = set()
         self.num_tokens_run: dict[str, int] = {}  # by request id, over all its stays
         self.plans: list[SchedulerOutput] = []
+        self.num_dummies = 0  # steps of no rows
         self.slots: dict[int, Slot] = {}
         self._num_blocks, self._block_size = num_blocks, block_size
         self._fail_at_step = fail_at_step
@@ -191,6 +192,9 @@ class FakeExecutor:
         assert rows == list(plan.grammar_rows), f"masks for rows {rows}, the plan names {plan.grammar_rows}"
         self._unsampled = None
         return self._queue.send(lambda: self._sample(mask))
+
+    def execute_dummy_batch(self) -> None:
+        self.num_dummies += 1
 
     def call(self, command: Command) -> list[CommandResult]:
         return [isinstance(command, CheckHealth) or None]

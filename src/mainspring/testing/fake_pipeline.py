@@ -92,6 +92,9 @@ class PipelineExecutor:
     def initialize(self, config: KVCacheConfig, max_model_len: int) -> None:
         self._inner.initialize(config, max_model_len)
 
+    def execute_dummy_batch(self) -> None:
+        self._inner.execute_dummy_batch()
+
     def call(self, command: Command) -> list[CommandResult]:
         return self._inner.call(command)
 

@@ -110,6 +110,9 @@ class ProcessExecutor:
     def sample_tokens(self, mask: GrammarOutput | None, non_block: bool = True) -> Future[ModelRunnerOutput]:
         return self._inner.sample_tokens(mask, non_block)
 
+    def execute_dummy_batch(self) -> None:
+        self._inner.execute_dummy_batch()
+
     def call(self, command: Command) -> list[CommandResult]:
         if isinstance(command, CheckHealth) and self._engine is not None and not self._engine.has_work():
             self._reach("idle")

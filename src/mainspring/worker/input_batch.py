@@ -113,6 +113,18 @@ class InputBatch:
             ),
         )
 
+    def empty(self) -> Batch:
+        """No rows of nobody."""
+        nothing = np.zeros(0, dtype=np.int32)
+        return Batch(
+            token_ids=nothing,
+            positions=nothing,
+            query_start_loc=np.zeros(1, dtype=np.int32),
+            seq_lens=nothing,
+            block_tables=tuple(table[:0] for table in self.block_tables),
+            slot_mapping=tuple(np.zeros(0, dtype=np.int64) for _ in self.block_tables),
+        )
+
     def advance(self, plan: SchedulerOutput, batch: Batch) -> None:
         """The plan's tokens are computed; `batch` was built from it."""
         self.num_computed_tokens[plan.slots] = batch.seq_lens

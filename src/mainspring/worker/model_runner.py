@@ -154,6 +154,10 @@ class ModelRunner:
         self._parked = _Parked(plan, hidden[last], output)
         return None
 
+    def execute_dummy_batch(self) -> None:
+        """A forward pass of no rows."""
+        self.model.forward(self.batch.empty())
+
     def sample_tokens(self, mask: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the rows that the last `execute_model` left, and record their tokens."""
         assert self._parked is not None, "there is no step to sample"

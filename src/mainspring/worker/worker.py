@@ -129,6 +129,9 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         return self.runner.execute_model(plan)
 
+    def execute_dummy_batch(self) -> None:
+        self.runner.execute_dummy_batch()
+
     def sample_tokens(self, mask: GrammarOutput | None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(mask)
 
