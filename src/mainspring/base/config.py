@@ -303,6 +303,7 @@ class SchedulerConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     num_stages: int = 1  # of the pipeline that runs the plans
+    prefill_schedule_interval: int = 1  # of ranks in lock-step: prompts start on every n-th step
 
 
 class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
@@ -311,6 +312,14 @@ class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[bytes]  # by id; empty for what is no token
     special_ids: list[int]  # never part of a text
     end_ids: list[int]  # those that end an answer, the EOS first; at least one
+
+
+class DataParallelRank(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """One of several engines that step together, because the model's experts are spread over them."""
+
+    rank: int
+    size: int
+    links: dict[int, int]  # to the others: rank -> descriptor
 
 
 class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -341,6 +350,7 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1  # stages of layers
     collectives: str = "pipes"
     num_local_engines: int = 1  # that share this machine
+    data_parallel: DataParallelRank | None = None  # where ranks step together
 
 
 def usable_cores() -> int:

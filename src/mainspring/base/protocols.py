@@ -101,6 +101,9 @@ class Executor(Protocol):
     def execute_dummy_batch(self) -> None:
         """A forward pass of no rows, for ranks that must make every step together."""
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        """Whether any of the ranks in lock-step has something to run; all of them ask at the same step."""
+
     def call(self, command: Command) -> list[CommandResult]:
         """Ask every worker; one answer each."""
 

@@ -98,6 +98,9 @@ class FakeStepExecutor:
     def execute_dummy_batch(self) -> None:
         pass
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return has_work
+
     def call(self, command: Command) -> list[CommandResult]:
         return [True]
 

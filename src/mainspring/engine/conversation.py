@@ -57,6 +57,10 @@ class Conversation:
     def abort(self, request_ids: list[str]) -> Frames:
         return [RequestType.ABORT.value, self._codec.encode(request_ids)]
 
+    def start_wave(self, number: int) -> Frames:
+        self.check_alive()
+        return [RequestType.START_DP_WAVE.value, self._codec.encode(number)]
+
     def call(self, command: Command, answer: Answer) -> Frames:
         self.check_alive()
         call_id = next(self._call_ids)
@@ -80,7 +84,9 @@ class Conversation:
                 answer.set_exception(CommandFailed(error))
             else:
                 answer.set_result(msgspec.msgpack.decode(result, type=RESULT_TYPES.get(type(command), bool)))
-        return outputs if outputs.outputs or outputs.scheduler_stats is not None else None
+        is_news = outputs.outputs or outputs.scheduler_stats is not None
+        is_wave = outputs.wave_complete is not None or outputs.start_wave is not None
+        return outputs if is_news or is_wave else None
 
     def died(self, cause: str) -> EngineDeadError:
         """The core has ended; the first cause stays. Returns what to raise."""

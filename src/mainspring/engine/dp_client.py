@@ -1,4 +1,4 @@
-"""Several engine cores as one: data parallelism of models that need no lock-step.
+"""Several engine cores as one: data parallelism.
 
 Theory of operation.
 - Each rank is a whole engine core in a process of its own. The front end chooses one for each request
@@ -8,6 +8,8 @@ Theory of operation.
   loses a token or gets one twice, and greedy and seeded answers go on as they would have. Only the last
   rank's end is the end.
 - A request that waits for a seat in one rank goes to another where one is free (`router.moves`).
+- Ranks whose experts are spread over all step together (`lockstep.py`): then this client coordinates their
+  waves, and the death of one is the end of all, for they wait for each other.
 - Tasks move news from the ranks to one queue; all else happens in the caller's own calls, in their order.
 """
 
@@ -23,6 +25,7 @@ from functools import partial
 
 from msgspec import structs
 
+from mainspring.base.config import DataParallelRank, EngineConfig
 from mainspring.base.errors import EngineDeadError, RequestError
 from mainspring.base.messages import (
     Command,
@@ -33,9 +36,11 @@ from mainspring.base.messages import (
     SchedulerStats,
 )
 from mainspring.engine.launch import ConfigSource, CoreProcess
+from mainspring.engine.lockstep import Belief, on_sending, on_wake_wish, on_wave_complete
 from mainspring.engine.mp_client import AsyncMPClient
 from mainspring.engine.proc import Ready
 from mainspring.engine.router import EngineLoad, Routing, moves, pick_engine
+from mainspring.executor.links import Link, close_links, make_links
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +56,20 @@ class CoreGroup:
         *,
         shutdown_timeout_s: float = 0.0,
         given_up: threading.Event | None = None,
+        lockstep: bool = False,
     ) -> None:
-        """Starts them side by side. If one does not start, the others are ended and its error is raised."""
+        """Starts them side by side; lockstep: linked to each other. If one does not start, the others are
+        ended and its error is raised."""
+        self.is_lockstep = lockstep
         given_up = given_up or threading.Event()
         start = partial(CoreProcess, shutdown_timeout_s=shutdown_timeout_s, given_up=given_up)
+        links = make_links(len(configs)) if lockstep else []
         with ThreadPoolExecutor(len(configs), "mainspring-ranks") as threads:
-            starting = [threads.submit(_started, start, config, given_up) for config in configs]
+            starting = [
+                threads.submit(_started, start, *_linked(config, rank, links), given_up)
+                for rank, config in enumerate(configs)
+            ]
+        close_links(links)
         errors = [error for future in starting if (error := future.exception()) is not None]
         self.processes = [future.result() for future in starting if future.exception() is None]
         if errors:
@@ -80,11 +93,27 @@ class CoreGroup:
                 ended.result()
 
 
+def _linked(config: ConfigSource, rank: int, links: list[dict[int, Link]]) -> tuple[ConfigSource, list[int]]:
+    """A rank's configuration with its links, and their descriptors; without links it stays as it is."""
+    if not links:
+        return config, []
+    descriptors = {other: link.descriptor for other, link in links[rank].items()}
+    ranks = DataParallelRank(rank=rank, size=len(links), links=descriptors)
+
+    def with_links() -> EngineConfig:
+        return structs.replace(config() if callable(config) else config, data_parallel=ranks)
+
+    return with_links, list(descriptors.values())
+
+
 def _started(
-    start: Callable[[ConfigSource], CoreProcess], config: ConfigSource, given_up: threading.Event
+    start: Callable[..., CoreProcess],
+    config: ConfigSource,
+    inherited: list[int],
+    given_up: threading.Event,
 ) -> CoreProcess:
     try:
-        return start(config)
+        return start(config, inherited=inherited)
     except BaseException:
         given_up.set()  # the others need not go on
         raise
@@ -112,6 +141,8 @@ class DPLBAsyncMPClient:
         self._num_requests = [0] * len(self._clients)
         self._stats = [SchedulerStats() for _ in self._clients]
         self._turn = 0
+        self._is_lockstep = group.is_lockstep
+        self._belief = Belief()  # in lock-step
         self._cause_of_death: str | None = None
         self._news: asyncio.Queue[tuple[int, EngineCoreOutputs | EngineDeadError]] = asyncio.Queue(MAX_UNREAD)
         self._readers = [
@@ -139,6 +170,7 @@ class DPLBAsyncMPClient:
             self._check_alive()
             engine = self._choose(request)
             try:
+                await self._start_others(engine, request)
                 await self._clients[engine].add_request(request)
             except EngineDeadError:  # the reader will say so too, and its requests are moved then
                 self._alive.discard(engine)
@@ -152,6 +184,18 @@ class DPLBAsyncMPClient:
         self._live[request.request_id] = _Live(request, engine, len(request.prompt_token_ids))
         self._unread_tokens[engine] += len(request.prompt_token_ids)
         self._num_requests[engine] += 1
+
+    async def _start_others(self, engine: int, request: EngineCoreRequest) -> None:
+        """Ranks in lock-step that sleep must wake for a request to one of them."""
+        if self._is_lockstep:
+            request.current_wave = self._belief.number
+            self._belief, starts = on_sending(self._belief)
+            if starts:
+                await self._start_wave(request.current_wave, engine)
+
+    async def _start_wave(self, number: int, except_for: int) -> None:
+        for engine in sorted(self._alive - {except_for}):
+            await self._clients[engine].start_wave(number)
 
     def _choose(self, request: EngineCoreRequest) -> int:
         """A rank that was asked for has it as long as it lives."""
@@ -189,6 +233,12 @@ class DPLBAsyncMPClient:
             if isinstance(news, EngineDeadError):
                 await self._move_requests_of(engine, news)
                 continue
+            if news.wave_complete is not None:
+                self._belief = on_wave_complete(self._belief, news.wave_complete)
+            if news.start_wave is not None:
+                self._belief, starts = on_wake_wish(self._belief, news.start_wave)
+                if starts:
+                    await self._start_wave(news.start_wave, engine)
             if news.scheduler_stats is not None:
                 self._stats[engine] = news.scheduler_stats
                 news.scheduler_stats = total(self._stats)
@@ -227,6 +277,9 @@ class DPLBAsyncMPClient:
         self._alive.discard(engine)
         self._stats[engine] = SchedulerStats()
         orphans = [live.request for live in self._live.values() if live.engine == engine]
+        if self._is_lockstep:  # the others wait for it in a collective, or will
+            await asyncio.gather(*(self._clients[rank].shutdown() for rank in sorted(self._alive)))
+            self._alive.clear()
         if not self._alive:
             self._die(str(error))
             return
@@ -251,6 +304,7 @@ class DPLBAsyncMPClient:
             for request in waiting[: move.num_requests]:
                 self._forget(request.request_id)
                 await self._clients[move.source].abort_requests([request.request_id])
+                await self._start_others(move.target, request)
                 await self._clients[move.target].add_request(request)
                 self._enter(request, move.target)
                 self._stats[move.source].num_waiting -= 1

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -61,10 +61,14 @@ class CoreProcess:
         num_clients: int = 1,
         shutdown_timeout_s: float = 0.0,
         given_up: threading.Event | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
-        """Returns once it is ready. Raises what it raised: `ConfigError`, `CheckpointError`, or
-        `EngineDeadError` with the process's end and its cause. It is ended if anything is raised here, also
-        by Ctrl-C, and if another thread sets `given_up` meanwhile."""
+        """Returns once it is ready. `inherited`: descriptors that the process gets besides.
+
+        Raises what it raised: `ConfigError`, `CheckpointError`, or `EngineDeadError` with the process's end
+        and its cause. It is ended if anything is raised here, also by Ctrl-C, and if another thread sets
+        `given_up` meanwhile.
+        """
         _check_open_files(NUM_FILES + 4 * num_clients)
         self._folder = SocketFolder()
         self.input_address = f"ipc://{self._folder.path}/input"
@@ -77,7 +81,7 @@ class CoreProcess:
                 # -P: what lies in the current folder must not be taken for a module.
                 [sys.executable, "-P", "-m", "mainspring.engine.proc", str(write_end), self._folder.path],
                 stdin=subprocess.PIPE,
-                pass_fds=(write_end,),
+                pass_fds=(write_end, *inherited),
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": python_path()},
             )

@@ -1,11 +1,11 @@
 """Data-parallel ranks that step together: for models whose experts are spread over them.
 
 Every rank's forward pass meets the others' in collectives, so either all make a step or none does. A rank
-without requests makes an empty one. Time is cut into *waves*: in one, all ranks step; between them, all sleep.
+without requests makes an empty one. Time is cut into *waves*: in one all ranks step; between them all sleep.
 
 The protocol (after the specification's `DPEngineCoreProc`), as pure functions over `Wave`:
-- A request carries the wave that its sender believes in. A sender who believes that all sleep tells the other
-  ranks to start that wave.
+- A request carries the wave that its sender believes in. A sender who believes that all sleep tells the
+  other ranks to start that wave.
 - A rank that sleeps and gets a request of a wave that is over wakes, and asks the sender to start the others.
 - Every `SYNC_INTERVAL` steps the ranks ask each other whether anybody has something to run. If nobody has,
   the wave is over for all of them at once, and rank 0 says so.
@@ -20,10 +20,7 @@ a wave that it is still to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from mainspring.base.messages import (
     Command,
@@ -109,12 +106,6 @@ def should_throttle_prefills(num_steps: int, interval: int, num_decoding: int, h
     return interval > 1 and num_steps % interval != 0 and num_decoding > 0 and not had_no_room
 
 
-class Sums(Protocol):
-    """The part of `Collectives` that is needed here."""
-
-    def all_reduce(self, x: npt.NDArray[np.float32]) -> None: ...
-
-
 class Lockstep:
     """An `EngineCore` as one of several ranks that step together.
 
@@ -126,7 +117,6 @@ class Lockstep:
         self,
         core: EngineCore,
         rank: int,
-        ranks: Sums,
         *,
         prefill_schedule_interval: int = 1,
     ) -> None:
@@ -136,7 +126,6 @@ class Lockstep:
         self.aborts_queue = core.aborts_queue
         self.wave = Wave()
         self._rank = rank
-        self._ranks = ranks
         self._interval = prefill_schedule_interval
         self._notices: list[EngineCoreOutputs] = []  # for the sender of requests, who is client 0
 
@@ -179,14 +168,9 @@ class Lockstep:
         if not asks_now(self.wave):
             return
         number = self.wave.number
-        self.wave = on_answer(self.wave, self._anybody(self.core.has_work()))
+        self.wave = on_answer(self.wave, self.core.executor.has_any_rank_work(self.core.has_work()))
         if not self.wave.is_running and self._rank == 0:
             self._notices.append(EngineCoreOutputs(wave_complete=number))
-
-    def _anybody(self, has_work: bool) -> bool:
-        flag = np.array([[float(has_work)]], np.float32)
-        self._ranks.all_reduce(flag)
-        return bool(flag[0, 0] > 0)
 
     # -- and the rest, which is the core's -------------------------------------------------------------------
 

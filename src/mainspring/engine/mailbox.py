@@ -66,7 +66,7 @@ class Refused:
     answer: EngineCoreOutputs
 
 
-Payload = EngineCoreRequest | list[str] | Utility | ClientGone | ClientStalled | Refused | str | None
+Payload = EngineCoreRequest | list[str] | int | Utility | ClientGone | ClientStalled | Refused | str | None
 Item = tuple[RequestType, Payload]
 
 
@@ -208,6 +208,8 @@ class ZmqMailbox:
             return
         if isinstance(payload, list):
             self._aborts_queue.put(payload)
+        elif isinstance(payload, int):
+            pass  # a wave is nobody's
         elif payload.client_index not in range(len(self._outputs)):
             logger.error("a message of client %d is dropped: there is none", payload.client_index)
             return

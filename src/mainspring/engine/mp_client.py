@@ -178,6 +178,10 @@ class AsyncMPClient:
         if self._talk.cause_of_death is None:
             self._send(self._talk.abort(request_ids))
 
+    async def start_wave(self, number: int) -> None:
+        """For ranks in lock-step: another has work."""
+        self._send(self._talk.start_wave(number))
+
     async def call(self, command: Command) -> CommandResult:
         answer: asyncio.Future[CommandResult] = self._loop.create_future()
         self._send(self._talk.call(command, answer))

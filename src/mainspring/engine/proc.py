@@ -48,6 +48,7 @@ from mainspring.base.protocols import Clock
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import CacheFacts
 from mainspring.engine.core import EngineCore
+from mainspring.engine.lockstep import Lockstep
 from mainspring.engine.mailbox import ClientGone, ClientStalled, Item, Mailbox, Refused, ZmqMailbox
 from mainspring.engine.wire import RequestType, Utility
 
@@ -112,7 +113,7 @@ class EngineCoreProc:
 
     def __init__(
         self,
-        engine: EngineCore,
+        engine: EngineCore | Lockstep,
         mailbox: Mailbox,
         *,
         shutdown_timeout_s: float = 0.0,
@@ -183,6 +184,9 @@ class EngineCoreProc:
                     self._say(request, FinishReason.ERROR, NOT_READ_TEXT)
             case (RequestType.ABORT, list() as request_ids):
                 self._engine.abort_requests(request_ids)
+            case (RequestType.START_DP_WAVE, int() as number):
+                if isinstance(self._engine, Lockstep):
+                    self._engine.start_wave(number)
             case (RequestType.UTILITY, Utility() as utility):
                 self._answer(utility)
             case (RequestType.EXECUTOR_FAILED, cause):
@@ -306,7 +310,11 @@ def run_engine_core(
     lifeline.watch(end_as_orphan)
 
     built = build_engine(config.engine)
-    engine = built.core
+    engine: EngineCore | Lockstep = built.core
+    if config.engine.data_parallel is not None:
+        rank = config.engine.data_parallel.rank
+        interval = config.engine.scheduler.prefill_schedule_interval
+        engine = Lockstep(built.core, rank, prefill_schedule_interval=interval)
     gc.collect()
     gc.freeze()  # what lives as long as the engine is passed over: a full collection is a pause of the loop
     try:

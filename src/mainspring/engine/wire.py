@@ -22,11 +22,12 @@ ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 
 
 class RequestType(Enum):
-    """What an item of the core's input is. The first three cross the socket, the others are the core's
+    """What an item of the core's input is. The first four cross the socket, the others are the core's
     own."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     WAKEUP = b"\x05"
@@ -56,6 +57,7 @@ class Codec:
         self._plain_encoder = msgspec.msgpack.Encoder(enc_hook=_refuse)
         self._add = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._abort = msgspec.msgpack.Decoder(list[str])
+        self._wave = msgspec.msgpack.Decoder(int)
         self._utility = msgspec.msgpack.Decoder(Utility)
         self._outputs = msgspec.msgpack.Decoder(EngineCoreOutputs, dec_hook=decode_array)
 
@@ -74,7 +76,7 @@ class Codec:
 
     def decode_request(
         self, kind: bytes, body: bytes
-    ) -> tuple[RequestType, EngineCoreRequest | list[str] | Utility]:
+    ) -> tuple[RequestType, EngineCoreRequest | list[str] | int | Utility]:
         """Raises `msgspec.ValidationError` or `DecodeError` for a body of the wrong shape, `ValueError` for a
         type that does not cross the socket."""
         match RequestType(kind):
@@ -82,6 +84,8 @@ class Codec:
                 return RequestType.ADD, self._add.decode(body)
             case RequestType.ABORT:
                 return RequestType.ABORT, self._abort.decode(body)
+            case RequestType.START_DP_WAVE:
+                return RequestType.START_DP_WAVE, self._wave.decode(body)
             case RequestType.UTILITY:
                 return RequestType.UTILITY, self._utility.decode(body)
             case internal:

@@ -30,7 +30,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -47,6 +46,7 @@ from mainspring.base.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from mainspring.executor.links import Link, close_links, make_links
 from mainspring.worker.proc import (
     Call,
     Done,
@@ -151,6 +151,9 @@ class MultiprocExecutor:
     def execute_dummy_batch(self) -> None:
         raise NotImplementedError("ranks in lock-step have one worker each, in the core's process")
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return has_work
+
     def call(self, command: Command) -> list[CommandResult]:
         return self._ask_all(Call(command), Any)
 
@@ -188,15 +191,13 @@ class MultiprocExecutor:
         config = self._config
         world_size = config.tensor_parallel_size * config.pipeline_parallel_size
         address = "" if config.collectives == "pipes" else f"tcp://127.0.0.1:{_free_port()}"
-        links = _links(range(world_size)) if not address else [{} for _ in range(world_size)]
+        links = make_links(world_size) if not address else [{} for _ in range(world_size)]
         level = logging.getLevelName(logging.getLogger("mainspring").getEffectiveLevel())
         try:
             for number in range(world_size):
                 self._ranks.append(_spawn(number, links[number]))
         finally:
-            for by_rank in links:  # theirs now: what we kept open would hide their ends from their peers
-                for link in by_rank.values():
-                    link.close()
+            close_links(links)  # theirs now
         self._listener = threading.Thread(target=self._listen, name="mainspring-workers", daemon=True)
         self._listener.start()
         loads = []
@@ -333,27 +334,7 @@ class MultiprocExecutor:
             callback(cause)
 
 
-class _Link:
-    """One end of a socket pair between two ranks."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self.descriptor = end.fileno()
-
-    def close(self) -> None:
-        self._end.close()
-
-
-def _links(ranks: range) -> list[dict[int, _Link]]:
-    """For each rank a link to each other."""
-    links: list[dict[int, _Link]] = [{} for _ in ranks]
-    for one, other in combinations(ranks, 2):
-        ends = socket.socketpair()
-        links[one][other], links[other][one] = map(_Link, ends)
-    return links
-
-
-def _spawn(number: int, links: dict[int, _Link]) -> _Rank:
+def _spawn(number: int, links: dict[int, Link]) -> _Rank:
     ours, theirs = socket.socketpair()
     with theirs:
         descriptors = [theirs.fileno(), *(link.descriptor for link in links.values())]

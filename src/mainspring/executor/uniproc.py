@@ -62,6 +62,9 @@ class UniProcExecutor:
     def execute_dummy_batch(self) -> None:
         self._step(False, self._worker.execute_dummy_batch).result()
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return self._submit(self._worker.has_any_rank_work, has_work).result()
+
     def call(self, command: Command) -> list[CommandResult]:
         if self._failure is not None:
             raise self._dead(self._failure)

@@ -35,6 +35,12 @@ class Collectives(Protocol):
     def all_gather(self, x: Floats) -> list[Floats]:
         """The group's x in order of rank; widths may differ."""
 
+    def all_gather_rows(self, x: Floats) -> list[Floats]:
+        """The group's x in order of rank; numbers of rows may differ."""
+
+    def reduce_rows(self, parts: list[Floats]) -> Floats:
+        """parts: a summand for the rows of each rank; the sum, in order of rank, for this rank's own."""
+
     def send(self, x: Floats, rank: int) -> None: ...
 
     def recv(self, x: Floats, rank: int) -> None:
@@ -73,6 +79,34 @@ class PipeCollectives:
                 self.send(part, rank)
         return parts
 
+    def all_gather_rows(self, x: Floats) -> list[Floats]:
+        width = x.shape[1]
+        if self._rank != self._first:
+            self.send(x, self._first)
+            return [self._recv_width(width, self._first) for _ in range(1 + len(self._others))]
+        parts = [x, *(self._recv_width(width, rank) for rank in self._others)]
+        for rank in self._others:
+            for part in parts:
+                self.send(part, rank)
+        return parts
+
+    def reduce_rows(self, parts: list[Floats]) -> Floats:
+        """All summands go to the first rank, which sends every rank its own sum."""
+        ranks = [self._first, *self._others]
+        if self._rank != self._first:
+            for part in parts:
+                self.send(part, self._first)
+            own = np.empty_like(parts[ranks.index(self._rank)])
+            self.recv(own, self._first)
+            return own
+        sums = [part.copy() for part in parts]
+        for rank in self._others:
+            for total in sums:
+                total += self._recv_width(total.shape[1], rank)
+        for rank, total in zip(self._others, sums[1:], strict=True):
+            self.send(total, rank)
+        return sums[0]
+
     def send(self, x: Floats, rank: int) -> None:
         try:
             self._links[rank].send_bytes(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
@@ -91,6 +125,9 @@ class PipeCollectives:
 
     def _recv_rows(self, num_rows: int, rank: int) -> Floats:
         return np.frombuffer(self._recv_bytes(rank), np.float32).reshape(num_rows, -1)
+
+    def _recv_width(self, width: int, rank: int) -> Floats:
+        return np.frombuffer(self._recv_bytes(rank), np.float32).reshape(-1, width)
 
     def _recv_bytes(self, rank: int) -> bytes:
         try:
@@ -157,6 +194,24 @@ class TorchCollectives:
         self._distributed.all_gather(all_widths, own, group=self._group)
         self._widths[width] = [int(each) for each in all_widths]
         return self._widths[width]
+
+    def all_gather_rows(self, x: Floats) -> list[Floats]:
+        own = self._torch.tensor([len(x)])
+        counts = [self._torch.empty_like(own) for _ in range(self._group_size)]
+        self._distributed.all_gather(counts, own, group=self._group)
+        lengths = [int(count) for count in counts]
+        padded = np.zeros((max(lengths), x.shape[1]), np.float32)
+        padded[: len(x)] = x
+        parts = [self._torch.empty(padded.shape) for _ in lengths]
+        self._distributed.all_gather(parts, self._torch.from_numpy(padded), group=self._group)
+        return [part.numpy()[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def reduce_rows(self, parts: list[Floats]) -> Floats:
+        whole = np.concatenate(parts)
+        self._distributed.all_reduce(self._torch.from_numpy(whole), group=self._group)
+        place = self._distributed.get_rank(self._group)
+        begin = sum(len(part) for part in parts[:place])
+        return whole[begin : begin + len(parts[place])]
 
     def send(self, x: Floats, rank: int) -> None:
         self._distributed.send(self._torch.from_numpy(np.ascontiguousarray(x)), rank)

@@ -40,13 +40,20 @@ WEIGHTS_LEFT_ROWS = 48
 class RefOps:
     """The numpy backend. Not for use by several threads at once."""
 
-    def __init__(self, max_rows: int = 0, collectives: Collectives | None = None) -> None:
-        """collectives: where this is one of several ranks."""
+    def __init__(
+        self,
+        max_rows: int = 0,
+        collectives: Collectives | None = None,
+        expert_ranks: Collectives | None = None,
+    ) -> None:
+        """collectives: where this is one of several ranks; expert_ranks: where ranks with rows of their own
+        have the experts for the rows of all."""
         self.name = "numpy"
         self.kv_dtype_bytes = 4
         self.kv_scale_bytes = 0
         self._capacity = max_rows
         self.collectives = collectives
+        self._expert_ranks = expert_ranks
         self._widths: dict[str, int] = {}
         self._storage: dict[str, Floats] = {}
         self._weights: dict[str, Weight] = {}
@@ -208,18 +215,16 @@ class RefOps:
             rows.shape[1], source.shape[1], scored.shape[1], gates.shape, downs.shape, shape
         )
         chosen, weights = route(scored, None if correction is None else self._matrix(correction), shape)
-        width, out_width = shape.intermediate_size, rows.shape[1]
-        rows[...] = 0.0
-        for place, expert in enumerate(shape.here):
-            row, at = np.nonzero(chosen == expert)
-            if not len(row):
-                continue
-            both = np.dot(source[row], gates[2 * place * width : 2 * (place + 1) * width].T)
-            inner = np.empty((len(row), width), np.float32)
-            ACTIVATIONS[shape.activation](both[:, :width], inner)
-            inner *= both[:, width:]
-            part = np.dot(inner, downs[place * out_width : (place + 1) * out_width].T)
-            rows[row] += weights[row, at][:, None] * part
+        if self._expert_ranks is None:
+            rows[...] = _experts_here(source, chosen, weights, gates, downs, shape)
+            return
+        ranks = self._expert_ranks
+        everything = np.concatenate([source, chosen.astype(np.float32), weights], axis=1)
+        parts = []
+        for theirs in ranks.all_gather_rows(everything):
+            row, choice, weight = np.split(theirs, [source.shape[1], source.shape[1] + shape.top_k], axis=1)
+            parts.append(_experts_here(row, choice.astype(np.intp), weight, gates, downs, shape))
+        rows[...] = ranks.reduce_rows(parts)
 
     def scale_rows(self, out: str, x: str) -> None:
         rows, factors = self._views[out], self._views[x]
@@ -311,6 +316,25 @@ class RefOps:
             value.fill(array)
             return array
         return value
+
+
+def _experts_here(
+    x: Floats, chosen: npt.NDArray[np.intp], weights: Floats, gates: Floats, downs: Floats, shape: ExpertShape
+) -> Floats:
+    """chosen, weights: see `route`."""
+    width, out_width = shape.intermediate_size, len(downs) // max(1, len(shape.here))
+    out = np.zeros((len(x), out_width), np.float32)
+    for place, expert in enumerate(shape.here):
+        row, at = np.nonzero(chosen == expert)
+        if not len(row):
+            continue
+        both = np.dot(x[row], gates[2 * place * width : 2 * (place + 1) * width].T)
+        inner = np.empty((len(row), width), np.float32)
+        ACTIVATIONS[shape.activation](both[:, :width], inner)
+        inner *= both[:, width:]
+        part = np.dot(inner, downs[place * out_width : (place + 1) * out_width].T)
+        out[row] += weights[row, at][:, None] * part
+    return out
 
 
 def route(

@@ -42,6 +42,7 @@ def load_model(
     progress: Progress | None = None,
     place: Place = ALONE,
     collectives: Collectives | None = None,
+    expert_ranks: Collectives | None = None,
 ) -> Decoder:
     """Read the GGUF file or the folder `config.model`; for dummy weights also a config: a .json file, or its
     text. place, collectives: of this rank, where several share the model.
@@ -50,12 +51,12 @@ def load_model(
     """
     if config.load_format == "dummy":
         model, tensors = random_model(_checked_dummy_spec(config.model), config.seed)
-        return _load(config, model, tensors, progress, place, collectives)
+        return _load(config, model, tensors, progress, place, collectives, expert_ranks)
     source = open_checkpoint(config.model)
     try:
         model = read_model(source, config.scheduler.max_model_len)
         # Checked before anything of the announced sizes is made.
-        decoder = _load(config, model, tensors_of(model, source), progress, place, collectives)
+        decoder = _load(config, model, tensors_of(model, source), progress, place, collectives, expert_ranks)
         decoder.classifier = read_classifier(source, model.spec.hidden_size)
     except CheckpointError as error:
         source.close()
@@ -72,16 +73,17 @@ def _load(
     progress: Progress | None,
     place: Place,
     collectives: Collectives | None,
+    expert_ranks: Collectives | None,
 ) -> Decoder:
     """source: what `tensors_of` gave for the whole model."""
-    if place.world_size > 1:
+    if place.is_shared:
         model = share_of(model, place)
         source = tensors_of(model, source)
     if wants_native(config, model.spec):
         return _load_native(config, model, source, progress, place, collectives)
     if config.num_threads is not None:
         set_blas_threads(config.num_threads)
-    decoder = Decoder(model.spec, RefOps(config.scheduler.max_num_batched_tokens, collectives))
+    decoder = Decoder(model.spec, RefOps(config.scheduler.max_num_batched_tokens, collectives, expert_ranks))
     decoder.weights_form = load_weights(model, source, decoder.ops)
     return decoder
 

@@ -35,6 +35,13 @@ class Place:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel: bool = False  # ranks of a stage have experts of their own, instead of a part of each
+    # Data-parallel ranks in lock-step have experts of their own, for the rows of all.
+    expert_rank: int = 0
+    num_expert_ranks: int = 1
+
+    @property
+    def is_shared(self) -> bool:
+        return self.world_size * self.num_expert_ranks > 1
 
     @property
     def world_size(self) -> int:
@@ -220,6 +227,12 @@ def _narrowed(mlp: MLPSpec | ExpertsSpec, place: Place) -> MLPSpec | ExpertsSpec
     shared = mlp.shared
     if shared is not None:
         shared = replace(shared, intermediate_size=shared.intermediate_size // num_ranks)
+    if place.num_expert_ranks > 1:
+        begin, end = (
+            mlp.num_experts * at // place.num_expert_ranks
+            for at in (place.expert_rank, place.expert_rank + 1)
+        )
+        return replace(mlp, first=begin, num_here=end - begin)
     if place.expert_parallel:
         num_here = mlp.num_experts // num_ranks
         return replace(mlp, shared=shared, first=place.place * num_here, num_here=num_here)

@@ -196,6 +196,9 @@ class FakeExecutor:
     def execute_dummy_batch(self) -> None:
         self.num_dummies += 1
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return has_work
+
     def call(self, command: Command) -> list[CommandResult]:
         return [isinstance(command, CheckHealth) or None]
 

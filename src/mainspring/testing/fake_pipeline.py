@@ -95,6 +95,9 @@ class PipelineExecutor:
     def execute_dummy_batch(self) -> None:
         self._inner.execute_dummy_batch()
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return self._inner.has_any_rank_work(has_work)
+
     def call(self, command: Command) -> list[CommandResult]:
         return self._inner.call(command)
 

@@ -113,6 +113,9 @@ class ProcessExecutor:
     def execute_dummy_batch(self) -> None:
         self._inner.execute_dummy_batch()
 
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        return self._inner.has_any_rank_work(has_work)
+
     def call(self, command: Command) -> list[CommandResult]:
         if isinstance(command, CheckHealth) and self._engine is not None and not self._engine.has_work():
             self._reach("idle")

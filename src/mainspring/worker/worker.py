@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
 
+import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from mainspring.base.config import EngineConfig
@@ -25,7 +28,7 @@ from mainspring.base.messages import (
     Sleep,
     WakeUp,
 )
-from mainspring.kernels.collectives import Collectives
+from mainspring.kernels.collectives import Collectives, PipeCollectives
 from mainspring.models.loader import load_model
 from mainspring.models.parallel import ALONE, Place, own_kv
 from mainspring.worker.model_runner import ModelRunner
@@ -88,13 +91,18 @@ class Worker:
         self._config = config
         self._place = place
         self._collectives = collectives
+        self._expert_ranks: Collectives | None = None
+        if (ranks := config.data_parallel) is not None:
+            links = {rank: Connection(descriptor) for rank, descriptor in ranks.links.items()}
+            self._expert_ranks = PipeCollectives(ranks.rank, range(ranks.size), links)
+            self._place = replace(place, expert_rank=ranks.rank, num_expert_ranks=ranks.size)
         self._kv_cache_memory_bytes = config.kv_cache_memory_bytes
         self._initialized: tuple[KVCacheConfig, int] | None = None  # with what, for WakeUp
         self._runner: ModelRunner | None = self._make_runner()
 
     def _make_runner(self) -> ModelRunner:
         if not sys.stderr.isatty():  # even a bar that is disabled starts a thread
-            model = load_model(self._config, None, self._place, self._collectives)
+            model = load_model(self._config, None, self._place, self._collectives, self._expert_ranks)
         else:
             with tqdm(
                 desc="packing weights",
@@ -104,7 +112,9 @@ class Worker:
                 delay=0.5,  # most models are packed before anybody would have looked
                 leave=False,
             ) as bar:
-                model = load_model(self._config, _progress(bar), self._place, self._collectives)
+                model = load_model(
+                    self._config, _progress(bar), self._place, self._collectives, self._expert_ranks
+                )
         stages = Stages(self._place, self._collectives) if self._place.pipeline_parallel_size > 1 else None
         return ModelRunner(model, self._config.scheduler.max_num_seqs, stages)
 
@@ -131,6 +141,14 @@ class Worker:
 
     def execute_dummy_batch(self) -> None:
         self.runner.execute_dummy_batch()
+
+    def has_any_rank_work(self, has_work: bool) -> bool:
+        """See `Executor`."""
+        if self._expert_ranks is None:
+            return has_work
+        flag = np.array([[float(has_work)]], np.float32)
+        self._expert_ranks.all_reduce(flag)
+        return bool(flag[0, 0] > 0.0)
 
     def sample_tokens(self, mask: GrammarOutput | None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(mask)
