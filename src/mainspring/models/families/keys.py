@@ -10,11 +10,15 @@ left, unless its value is known to change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
+
+LARGEST_COUNT = 1 << 40
+SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: what is made of a few of them is a float32
 
 
 class Keys:
@@ -48,12 +52,16 @@ class Keys:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refusal(key, "a positive integer" if least else "a whole number")
+        if value > LARGEST_COUNT:
+            raise self.refusal(key, f"at most {LARGEST_COUNT}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.refusal(key, "a positive number")
+        if not SMALLEST <= value <= LARGEST:
+            raise self.refusal(key, f"a number from {SMALLEST} to {LARGEST}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
