@@ -1,7 +1,7 @@
 """The protocol of ranks in lock-step, explored: every order in which messages can be read and steps be made.
 
-The model: a sender with requests to give, to any rank and at any moment; a queue each way between it and every
-rank, in order; ranks that read what has come, and step in a collective which nobody leaves before all have
+The model: a sender with requests to give, to any rank and at any moment; a queue each way between it and
+every rank, in order; ranks that read what has come, and step in a collective which nobody leaves before all have
 entered it. A request is one unit of work.
 """
 
@@ -121,7 +121,7 @@ def next_worlds(world: World) -> list[World]:
 
 
 def explore(num_ranks: int, num_requests: int) -> int:
-    """All worlds that can be reached; how many there are. Step counts that differ by whole intervals are one."""
+    """All worlds that can be reached; how many there are."""
     start = World((Rank(),) * num_ranks, unsent=num_requests)
     seen, todo = {start}, deque([start])
     while todo:
