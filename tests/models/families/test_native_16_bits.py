@@ -1,6 +1,7 @@
 """Families on native kernels with weights, keys and values of 16 bits: what rounding to 11 bits allows.
 
-`test_families.py` has the native kernels in float32, by the tolerance of all. Experts have no native form yet.
+`test_families.py` has the native kernels in float32, by the tolerance of all. Experts have no native
+form yet.
 """
 
 from __future__ import annotations
