@@ -3,10 +3,10 @@ transformers.
 
     python tests/e2e/make_embeddings_golden.py FOLDER
 
-Needs torch and transformers (made with 2.13.0 and 5.24.0): use an environment of their own. The computation is
-that of the sentence-transformers package for this model, in float32: hidden states of the last layer, their
-mean over the tokens of a text, divided by its length; each text alone, so that nothing is padded. Texts are
-shorter than the 256 tokens at which that package cuts. Vectors are kept as float16.
+Needs torch and transformers (made with 2.13.0 and 5.24.0): use an environment of their own. What is computed
+is what the sentence-transformers package computes with this model, in float32: hidden states of the last
+layer, their mean over the tokens of a text, divided by its length; each text alone, so that nothing is
+padded. Texts are shorter than the 256 tokens at which that package cuts. Vectors are kept as float16.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 TOPICS = {
-    "weather": "rain snow wind storm sunshine fog cold heat forecast umbrella".split(),
-    "cooking": "oven bread butter soup recipe onion garlic kitchen taste dinner".split(),
-    "science": "atom energy planet experiment theory microscope cell gravity light particle".split(),
-    "money": "bank loan market price salary tax budget invoice profit share".split(),
-    "music": "piano melody rhythm concert singer guitar orchestra song album chorus".split(),
-    "travel": "train passport harbour ticket mountain hotel luggage border island map".split(),
-    "computers": "compiler memory kernel thread cache socket pointer matrix token queue".split(),
+    "weather": "rain snow wind storm sunshine fog cold heat forecast umbrella",
+    "cooking": "oven bread butter soup recipe onion garlic kitchen taste dinner",
+    "science": "atom energy planet experiment theory microscope cell gravity light particle",
+    "money": "bank loan market price salary tax budget invoice profit share",
+    "music": "piano melody rhythm concert singer guitar orchestra song album chorus",
+    "travel": "train passport harbour ticket mountain hotel luggage border island map",
+    "computers": "compiler memory kernel thread cache socket pointer matrix token queue",
 }
-LINKS = "the a near with without under and of because after before while although for very".split()
+LINKS = "the a near with without under and of because after before while although for very"
 FIXED = [
     "Hello",
     "hello",
@@ -63,9 +63,9 @@ def texts() -> list[str]:
     """Fixed ones, and more out of words of a topic, from 2 to some 180 words long."""
     chance, made = random.Random(6), list(FIXED)
     while len(made) < 200:
-        words = TOPICS[chance.choice(sorted(TOPICS))]
+        words = TOPICS[chance.choice(sorted(TOPICS))].split()
         length = int(2 * 1.045 ** chance.randrange(100))
-        picked = [chance.choice(words if i % 2 else LINKS) for i in range(length)]
+        picked = [chance.choice(words if i % 2 else LINKS.split()) for i in range(length)]
         made.append(" ".join(picked).capitalize() + chance.choice(".!?"))
     return made
 

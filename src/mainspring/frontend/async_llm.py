@@ -26,7 +26,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
-from mainspring.base.config import EngineArgs, EngineConfig
+from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts
 from mainspring.base.errors import EngineDeadError, EngineError, QueueOverflowError, RequestError, innermost
 from mainspring.base.log import get_logger
 from mainspring.base.messages import (
@@ -683,6 +683,10 @@ class AsyncLLM:
         return str(await self.call(Profile(False)))
 
     # --- life and death -------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._input_processor.facts
 
     @property
     def max_model_len(self) -> int:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mainspring.base.outputs import RequestOutput
-from mainspring.base.params import SamplingParams
+from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM, RequestStream
 from mainspring.server.errors import as_api_error
 from mainspring.server.http import JSONReply, cancelled, disconnected, encode, while_connected
@@ -35,7 +35,7 @@ class Question(NamedTuple):
 
     id: str
     prompts: Sequence[TokenPrompt]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int
     cache_salt: str | None
     trace_headers: Mapping[str, str]
@@ -54,16 +54,21 @@ async def answer(
 
 
 async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.Struct:
+    return writer.whole(await whole_outputs(llm, question))
+
+
+async def whole_outputs(llm: AsyncLLM, question: Question) -> list[RequestOutput]:
+    """The last output of each prompt, in their order."""
     async with AsyncExitStack() as opened:
         streams = [await opened.enter_async_context(stream) async for stream in _ask(llm, question)]
-        return writer.whole([await anext(stream) for stream in streams])
+        return [await anext(stream) for stream in streams]
 
 
 async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]:
     for prompt in question.prompts:
         yield await llm.add_request(
             question.id,  # of all of them: an abort by it ends all
-            {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids},
+            prompt.as_prompt(),
             question.params,
             priority=question.priority,
             cache_salt=question.cache_salt,

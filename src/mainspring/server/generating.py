@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.base.params import SamplingParams
+from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.server.answering import Question, answer
 from mainspring.server.beam import make_search, search_all
@@ -40,7 +40,7 @@ SALT_TABOO = set("@/\\\0")
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
-    llm = service.llm
+    llm = _generator(service)
     body = await read(service, request, ChatRequest)
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -51,7 +51,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     def render() -> TokenPrompt:
         return truncated(chat_prompt(body, service.chats), body, llm.max_model_len)
 
-    prompt = await _off_loop_if(is_long(body.messages), render)
+    prompt = await off_loop_if(is_long(body.messages), render)
     head = _head(service, request, body, "chatcmpl", model)
     writer = ChatWriter(
         body, prompt, head, _names(service, body), _reporting(service, body), service.settings.response_role
@@ -60,7 +60,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 async def create_completion(service: Service, request: Request) -> Response:
-    llm = service.llm
+    llm = _generator(service)
     body = await read(service, request, CompletionRequest)
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -69,7 +69,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     def render() -> list[TokenPrompt]:
         return completion_prompts(body, service.chats.tokenizer, llm.max_model_len)
 
-    prompts = await _off_loop_if(is_long(body.prompt), render)
+    prompts = await off_loop_if(is_long(body.prompt), render)
     head = _head(service, request, body, "cmpl", model)
     writer = CompletionWriter(
         body, prompts, head, _names(service, body), _reporting(service, body), _decoder(service)
@@ -87,15 +87,7 @@ async def _answer(
     params: SamplingParams,
     writer: Writer,
 ) -> Response:
-    question = Question(
-        head.id,
-        prompts,
-        params,
-        priority_of(request, body.priority),
-        _salt(body.cache_salt),
-        {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
-        data_parallel_rank_of(request),
-    )
+    question = make_question(request, head.id, prompts, params, body.priority, body.cache_salt)
     if body.use_beam_search:
         search = search_all(llm, question, make_search(body, params, llm))
         return JSONReply(writer.whole(await while_connected(request.receive, search)))
@@ -106,7 +98,38 @@ async def _answer(
     return reply
 
 
-async def _off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
+def make_question(
+    request: Request,
+    request_id: str,
+    prompts: list[TokenPrompt],
+    params: SamplingParams | PoolingParams,
+    priority: int | None,
+    cache_salt: str | None,
+) -> Question:
+    """With what the request's headers say. Raises `ApiError`."""
+    return Question(
+        request_id,
+        prompts,
+        params,
+        priority_of(request, priority),
+        _salt(cache_salt),
+        {name: value for name in TRACE_HEADERS if (value := request.headers.get(name)) is not None},
+        data_parallel_rank_of(request),
+    )
+
+
+def _generator(service: Service) -> AsyncLLM:
+    """The engine. Raises `ApiError` where its model does not generate."""
+    llm = service.llm
+    if not llm.facts.can_generate:
+        does, where = (
+            ("classifies", "/classify") if llm.facts.pooling.labels else ("embeds", "/v1/embeddings")
+        )
+        raise ApiError(400, f"this model {does} texts and cannot generate; send them to {where}", "model")
+    return llm
+
+
+async def off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_slow else work()
 
 

@@ -21,6 +21,12 @@ LONG_CHARACTERS = 4096  # what takes more than a millisecond or two
 class TokenPrompt(NamedTuple):
     text: str | None  # None where ids were given
     token_ids: list[int]
+    token_type_ids: list[int] | None = None  # of a pair of texts: 0 for the first, 1 for the second
+
+    def as_prompt(self) -> dict[str, Any]:
+        """As the engine takes it."""
+        kinds = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids, **kinds}
 
 
 class Chats(NamedTuple):

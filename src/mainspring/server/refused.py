@@ -33,6 +33,10 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "ec_transfer_params": (({},), "encoder transfer is not supported; leave it out"),
     "return_token_offsets": ((False,), "token offsets are not supported yet; use return_token_ids"),
     "suffix": (("",), "suffix needs a model that fills gaps, and this one continues texts; leave it out"),
+    "normalize": ((), "normalize is called use_activation"),
+    "instruction": (("",), "instructions of rerankers are not supported yet; put them into the query"),
+    "max_tokens_per_query": ((0,), "queries are not cut on their own yet; use truncate_prompt_tokens"),
+    "max_tokens_per_doc": ((0,), "documents are not cut on their own yet; use truncate_prompt_tokens"),
     "prompt_embeds": (([],), "prompts are text or token ids; embeddings are not supported yet"),
 }
 

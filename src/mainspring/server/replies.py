@@ -181,6 +181,82 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET  # in the last: what a lenient constraint does not enforce
 
 
+# -- texts that are read and not continued -------------------------------------------------------------------
+
+
+class EmbeddingData(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str  # or its bytes, base64
+
+
+class PooledData(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[float | list[float]] | str
+
+
+class ClassData(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ScoreData(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ListReply(msgspec.Struct, kw_only=True):
+    """What the four have in common."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: Usage
+
+
+class EmbeddingReply(ListReply, kw_only=True):
+    data: list[EmbeddingData]
+
+
+class PoolingReply(ListReply, kw_only=True):
+    data: list[PooledData]
+
+
+class ClassifyReply(ListReply, kw_only=True):
+    data: list[ClassData]
+
+
+class ScoreReply(ListReply, kw_only=True):
+    data: list[ScoreData]
+
+
+class RerankUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankText(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RerankResult(msgspec.Struct, kw_only=True):
+    index: int
+    document: RerankText | UnsetType = UNSET
+    relevance_score: float
+
+
+class RerankReply(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RerankResult]
+
+
 # -- the rest ------------------------------------------------------------------------------------------------
 
 

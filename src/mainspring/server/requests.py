@@ -192,3 +192,96 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+# Texts that are read and not continued.
+
+
+class ReadingRequest(msgspec.Struct, kw_only=True):
+    """What these requests have in common."""
+
+    model: str | None = None
+    use_activation: bool | None = None  # vectors of length 1, scores as probabilities
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    # the engine
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # without effect on an answer
+    user: str | None = None
+    padding: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    # refused unless they ask for nothing
+    normalize: bool | None = None
+
+
+class InputRequest(ReadingRequest, kw_only=True):
+    """Texts, lists of token ids, or a chat."""
+
+    input: str | list[str | int | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+
+
+class VectorRequest(InputRequest, kw_only=True):
+    dimensions: int | None = None
+    encoding_format: str | None = None  # float, base64
+    embed_dtype: str | None = None  # of base64: float32, float16
+    endianness: str | None = None  # likewise: native, little, big
+
+
+class EmbeddingRequest(VectorRequest, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+
+class PoolingRequest(VectorRequest, kw_only=True):
+    """`POST /pooling`."""
+
+    task: str | None = None
+
+
+class ClassifyRequest(InputRequest, kw_only=True):
+    """`POST /classify`."""
+
+
+Texts = str | list[str]
+
+
+class PairRequest(ReadingRequest, kw_only=True):
+    """What scores and rankings have in common."""
+
+    # refused unless they ask for nothing
+    instruction: str | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+
+
+class ScoreRequest(PairRequest, kw_only=True):
+    """`POST /score`: one pair of fields."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RerankRequest(PairRequest, kw_only=True):
+    """`POST /rerank`."""
+
+    query: str
+    documents: str | list[str | RankedDocument]
+    top_n: int | None = None  # 0: all
+    return_documents: bool | None = None

@@ -10,23 +10,38 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.server import generating, informing, steering
+from mainspring.server import generating, informing, pooling, steering
 from mainspring.server.errors import ApiError
 from mainspring.server.replies import (
     ChatChunk,
     ChatReply,
+    ClassifyReply,
     CompletionChunk,
     CompletionReply,
     DetokenizeReply,
     Document,
+    EmbeddingReply,
     Health,
     Load,
     ModelCard,
     ModelList,
+    PoolingReply,
+    RerankReply,
+    ScoreReply,
     TokenizeReply,
     Version,
 )
-from mainspring.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mainspring.server.requests import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from mainspring.server.service import Service
 from mainspring.server.settings import ServerSettings
 
@@ -62,6 +77,17 @@ ENTRIES = [
         CompletionRequest,
         (CompletionReply, CompletionChunk),
     ),
+    work("POST", "/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, (EmbeddingReply,)),
+    *(
+        work("POST", path, pooling.create_scores, ScoreRequest, (ScoreReply,))
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        work("POST", path, pooling.create_ranking, RerankRequest, (RerankReply,))
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    work("POST", "/classify", pooling.create_classes, ClassifyRequest, (ClassifyReply,)),
+    work("POST", "/pooling", pooling.create_pooled, PoolingRequest, (PoolingReply,)),
     work("POST", "/tokenize", informing.tokenize, TokenizeRequest, (TokenizeReply,)),
     work("POST", "/detokenize", informing.detokenize, DetokenizeRequest, (DetokenizeReply,)),
     Entry("GET", "/v1/models", informing.list_models, None, (ModelList,), fails=(503,)),
