@@ -6,6 +6,7 @@ Through the decoder's pass itself: whole texts, each in its own blocks.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import family_fixtures
 import numpy as np
@@ -16,11 +17,12 @@ from safetensors.numpy import save_file
 
 from mainspring.base.config import EngineConfig, SchedulerConfig
 from mainspring.base.messages import KVCacheConfig, KVCacheGroup
+from mainspring.kernels.native import library, why_not
 from mainspring.kernels.ops import Batch
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 40
+BLOCK_SIZE, NUM_BLOCKS = 16, 12
 TOLERANCE = 1e-4
 
 
@@ -29,20 +31,19 @@ def fixture() -> Fixture:
     return family_fixtures.load("bert", ENCODERS)
 
 
-def encoder(path: Path) -> Decoder:
+def encoder(path: Path, **changes: Any) -> Decoder:
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40)
-    decoder = load_model(
-        EngineConfig(
-            model=str(path),
-            vocab_size=61,
-            executor="uniproc",
-            scheduler=scheduler,
-            block_size=BLOCK_SIZE,
-            depth=1,
-            seed=0,
-            kernels="numpy",
-        )
-    )
+    settings: dict[str, Any] = {
+        "model": str(path),
+        "vocab_size": 61,
+        "executor": "uniproc",
+        "scheduler": scheduler,
+        "block_size": BLOCK_SIZE,
+        "depth": 1,
+        "seed": 0,
+        "kernels": "numpy",
+    }
+    decoder = load_model(EngineConfig(**settings | changes))
     specs = decoder.kv_cache_specs()
     group = KVCacheGroup(tuple(range(len(specs))), specs[0])
     decoder.initialize_kv(KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, (group,)))
@@ -98,3 +99,9 @@ def test_a_text_alone_is_what_it_is_in_a_batch(fixture: Fixture, tmp_path: Path)
     decoder = encoder(write_folder(fixture, tmp_path))
     for text, expected in zip(fixture.token_ids, fixture.logits, strict=True):
         np.testing.assert_allclose(hidden_states(decoder, [text])[0], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.skipif(library() is None, reason=str(library() is None and why_not()))
+def test_native_kernels(fixture: Fixture, tmp_path: Path) -> None:
+    path = write_folder(fixture, tmp_path)
+    check(encoder(path, kernels="native", kv_cache_dtype="float32"), fixture)
