@@ -15,13 +15,16 @@ ARCHITECTURES: Final = (
     "bert",
     "gemma2",
     "gemma3",
+    "glm4moe",
     "gpt2",
     "granite",
     "llama",
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2moe",
     "qwen3",
+    "qwen3moe",
     "smollm3",
 )
 

@@ -67,13 +67,14 @@ class View:
     transpose: bool = False
     plus: float = 0.0
     flat: bool = False  # a matrix of one row is a vector
+    as_row: bool = False  # a vector is a matrix of one row
     # A table of kinds of tokens: all rows follow again, with its second row less its first one added.
     second_kind: str | None = None
 
     @property
     def is_changed(self) -> bool:
         """More than a piece: its numbers are made anew, as float32."""
-        return bool(self.transpose or self.plus or self.flat or self.second_kind)
+        return bool(self.transpose or self.plus or self.flat or self.as_row or self.second_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ class Views:
             shape = (shape[0], _length(shape[1], *view.columns))
         if view.flat and shape[:1] == (1,):
             shape = shape[1:]
+        if view.as_row and len(shape) == 1:
+            shape = (1, *shape)
         if view.second_kind is not None:
             shape = (2 * shape[0], *shape[1:])
         cut = view.columns is not None and not _cuts_no_block(view.columns, info)

@@ -10,11 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_configs import MOE_CONFIGS
+
 FILE = Path(__file__).parents[2] / "data" / "family_changes.json"
 SAME = ""  # recorded where a change changes nothing
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "olmo3"),
     *("gemma2", "gemma3", "phi3", "gpt2"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe"),
 )
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
@@ -91,6 +94,30 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": "relative_key"},
     {"n_positions": 16},
 )
+# For families with experts.
+MOE_CHANGES: tuple[dict[str, Any], ...] = (
+    {"num_experts_per_tok": 1},
+    {"num_experts_per_tok": 5},
+    {"norm_topk_prob": True},
+    {"norm_topk_prob": False},
+    {"norm_topk_prob": None},
+    {"routed_scaling_factor": 0.7},
+    {"routed_scaling_factor": None},
+    {"n_group": 7, "topk_group": 3},
+    {"first_k_dense_replace": 0},
+    {"decoder_sparse_step": 2},
+    {"mlp_only_layers": [1]},
+    {"router_jitter_noise": 0.1},
+    {"partial_rotary_factor": None},
+    {"qkv_bias": False},
+    {"use_qk_norm": False},
+    {"moe_intermediate_size": None},
+    {"n_shared_experts": 1},
+)
+
+
+def changes_of(name: str) -> tuple[dict[str, Any], ...]:
+    return CHANGES + MOE_CHANGES if name in MOE_CONFIGS else CHANGES
 
 
 def changed(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -103,4 +130,4 @@ def read() -> dict[str, list[tuple[dict[str, Any], str | None]]]:
     """Per family: each change, and the last row of logits of the fixture's first sequence (base 85, float32),
     or `SAME`; None where it cannot be loaded, or not without leaving out tensors or making some up."""
     found = json.loads(FILE.read_text())
-    return {name: list(zip(CHANGES, found[name], strict=True)) for name in FAMILIES if name in found}
+    return {name: list(zip(changes_of(name), found[name], strict=True)) for name in FAMILIES if name in found}

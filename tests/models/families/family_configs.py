@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma_phi_gpt2_configs import OTHER_CONFIGS, OTHER_SEQUENCES
+from moe_configs import MOE_CONFIGS
 
 # Lengths of the sequences, by fixture. The longer passes windows and first contexts.
 SEQUENCES: dict[str, tuple[int, ...]] = {"default": (37, 9)} | OTHER_SEQUENCES
@@ -152,4 +153,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn",
         },
     },
-} | OTHER_CONFIGS
+    **OTHER_CONFIGS,
+    **MOE_CONFIGS,
+}

@@ -7,6 +7,7 @@ it writes, rows it reorders, numbers it changes) is said here per family, in `FO
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ class Form:
     tensor: Callable[[Config, str, Floats], Iterable[Tensor]] = lambda config, name, values: [(name, values)]
     # Under their GGUF names.
     extra_tensors: Callable[[Config], Iterable[Tensor]] = lambda config: ()
+    # All tensors, where several become one; before `tensor`.
+    tensors: Callable[[dict[str, Floats]], dict[str, Floats]] = lambda tensors: tensors
 
 
 def gguf_architecture(fixture: Fixture) -> str:
@@ -78,7 +81,7 @@ def write_gguf(
     _common_keys(writer, config)
     form.keys(writer, config)
     names = gguf.get_tensor_name_map(form.arch, config.get("num_hidden_layers") or config["n_layer"])
-    for name, values in fixture.tensors().items():
+    for name, values in form.tensors(fixture.tensors()).items():
         for changed_name, changed in form.tensor(config, name, values):
             found = names.get_name(changed_name, try_suffixes=(".weight", ".bias"))
             assert found is not None, changed_name
@@ -263,7 +266,82 @@ def _without_pooler(config: Config, name: str, values: Floats) -> Iterator[Tenso
         yield name, values
 
 
+# ---- experts -----------------------------------------------------------------------------------------------
+
+
+def _stacked(tensors: dict[str, Floats]) -> dict[str, Floats]:
+    """Each layer's gates, ups and downs as tensors of three dimensions."""
+    found: dict[str, Floats] = {}
+    stacks: dict[str, list[Floats]] = {}
+    for name in sorted(tensors, key=_by_expert):
+        if (match := EXPERT.fullmatch(name)) is None:
+            found[name] = tensors[name]
+        else:
+            stacks.setdefault(match[1] + match[3], []).append(tensors[name])
+    return found | {name: np.stack(stack) for name, stack in stacks.items()}
+
+
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
+
+
+def _by_expert(name: str) -> int:
+    match = EXPERT.fullmatch(name)
+    return int(match[2]) if match else -1
+
+
+def _expert_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    for adder, *keys in (
+        (writer.add_expert_count, "num_local_experts", "num_experts", "n_routed_experts"),
+        (writer.add_expert_used_count, "num_experts_per_tok"),
+        (writer.add_expert_feed_forward_length, "moe_intermediate_size"),
+        (writer.add_expert_shared_feed_forward_length, "shared_expert_intermediate_size"),
+    ):
+        value = next((config[key] for key in keys if key in config), None)
+        if value is not None:
+            adder(value)
+
+
+def _mixtral_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    _llama_keys(writer, config)
+    _expert_keys(writer, config)
+
+
+def _squeezed(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
+    yield name, values[0] if name.endswith("shared_expert_gate.weight") else values
+
+
+def _glm_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    """With the layer that predicts further tokens."""
+    _expert_keys(writer, config)
+    writer.add_block_count(config["num_hidden_layers"] + config["num_nextn_predict_layers"])
+    writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
+    writer.add_rope_dimension_count(
+        int(head_size(config) * config["rope_parameters"]["partial_rotary_factor"])
+    )
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _glm_names(config: Config, name: str, values: Floats) -> Iterator[Tensor]:
+    yield name.replace("e_score_correction_bias", "e_score_correction.bias"), values
+
+
+def _further_tokens(config: Config) -> Iterator[Tensor]:
+    at, hidden = f"blk.{config['num_hidden_layers']}.", config["hidden_size"]
+    for name in ("attn_output", "nextn.eh_proj"):
+        yield f"{at}{name}.weight", np.ones((hidden, hidden), np.float32)
+
+
 FORMS: dict[str, Form] = {
+    "mixtral": Form(gguf.MODEL_ARCH.LLAMA, _mixtral_keys, _in_pairs, tensors=_stacked),
+    "qwen2_moe": Form(gguf.MODEL_ARCH.QWEN2MOE, _expert_keys, _squeezed, tensors=_stacked),
+    "qwen3_moe": Form(gguf.MODEL_ARCH.QWEN3MOE, _expert_keys, tensors=_stacked),
+    "glm4_moe": Form(gguf.MODEL_ARCH.GLM4_MOE, _glm_keys, _glm_names, _further_tokens, _stacked),
     "bert": Form(gguf.MODEL_ARCH.BERT, _bert_keys, _without_pooler),
     "gemma2": Form(gguf.MODEL_ARCH.GEMMA2, _gemma2_keys, _norms_with_one),
     "gemma3_text": Form(gguf.MODEL_ARCH.GEMMA3, _gemma3_keys, _norms_with_one),

@@ -1,7 +1,8 @@
 """Makes `tests/data/family_changes.json`: what transformers says of each change of `family_changes.py`.
 
-    python tests/models/families/make_changes.py
+    python tests/models/families/make_changes.py [NAME ...]
 
+Names are of the families that are asked again; none: all.
 Needs what `make_fixtures.py` needs, and its fixtures.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import family_fixtures
 import numpy as np
 import torch
-from family_changes import CHANGES, FAMILIES, FILE, SAME, changed
+from family_changes import FAMILIES, FILE, SAME, changed, changes_of
 from family_files import write_folder
 from family_fixtures import Fixture
 from make_fixtures import logits_of
@@ -41,18 +43,18 @@ def last_row(fixture: Fixture, change: dict[str, Any], folder: Path) -> str | No
     return base64.b85encode(row.astype("<f4").tobytes()).decode()
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    found = {}
+    found = json.loads(FILE.read_text()) if names else {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in FAMILIES:
+        for name in names or FAMILIES:
             if name in family_fixtures.names():
                 fixture = family_fixtures.load(name)
-                found[name] = [last_row(fixture, change, Path(folder)) for change in CHANGES]
+                found[name] = [last_row(fixture, change, Path(folder)) for change in changes_of(name)]
     lines = (f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

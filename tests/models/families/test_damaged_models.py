@@ -158,10 +158,15 @@ def test_a_key_that_is_not_known(name: str, tmp_path: Path) -> None:
 
 
 def last_row(path: Path) -> Floats:
+    return last_row_of(path, family_fixtures.load("llama"))
+
+
+def last_row_of(path: Path, fixture: Fixture) -> Floats:
+    """What the model at `path` says behind the fixture's first sequence."""
     decoder = loaded(path)
     kv = kv_config(decoder)
     decoder.initialize_kv(kv)
-    ids = family_fixtures.load("llama").token_ids[0]
+    ids = fixture.token_ids[0]
     requests = Requests([len(ids)], len(kv.groups))
     requests.tokens = [np.array(ids, np.int32)]
     return decoder.logits(decoder.forward(requests.batch([len(ids)]))[-1:])[0].copy()

@@ -14,13 +14,17 @@ from mainspring.models.families import from_config
 from mainspring.models.spec import ModelSpec, weight_table
 
 PARAMETERS = {
+    "GLM-4.5-Air": 106_852_251_264,  # without the layer that predicts further tokens
     "Llama-3.2-1B": 1_235_814_400,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
     "OLMo-2-0425-1B": 1_484_916_736,
     "Olmo-3-1025-7B": 7_298_011_136,
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen3-0.6B": 596_049_920,
+    "Qwen3-30B-A3B": 30_532_122_624,
     "SmolLM2-135M-Instruct": 134_515_008,
     "SmolLM3-3B": 3_075_098_624,
     "gemma-2-2b": 2_614_341_888,

@@ -18,6 +18,7 @@ from mainspring.models.families.granite import granite
 from mainspring.models.families.keys import Keys
 from mainspring.models.families.llama import llama, mistral, unnamed
 from mainspring.models.families.model import Model
+from mainspring.models.families.moe import glm4_moe, llama_of_gguf, mixtral, qwen2_moe, qwen3_moe
 from mainspring.models.families.names import CONFIG_NEUTRAL, CONFIG_SILENT, GGUF_KEYS, GGUF_NEUTRAL
 from mainspring.models.families.olmo import olmo2, olmo3
 from mainspring.models.families.phi3 import phi3
@@ -36,12 +37,15 @@ GGUF_FAMILIES: Mapping[str, Adapter] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gpt2": gpt2,
+    "glm4moe": glm4_moe,
     "granite": granite,
-    "llama": llama,
+    "llama": llama_of_gguf,
     "olmo2": olmo2,
     "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3moe": qwen3_moe,
     "smollm3": smollm3,
 }
 CONFIG_FAMILIES: Mapping[str, Adapter] = {
@@ -49,14 +53,18 @@ CONFIG_FAMILIES: Mapping[str, Adapter] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "gpt2": gpt2,
+    "glm4_moe": glm4_moe,
     "granite": granite,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "smollm3": smollm3,
 }
 assert set(GGUF_FAMILIES) == set(ARCHITECTURES)

@@ -27,16 +27,21 @@ class Model:
 def names_of(spec: ModelSpec, table: Mapping[str, str]) -> dict[str, str]:
     """Every role's tensor. table: a role, or one within a layer, -> the name without `.weight` and `.bias`.
 
-    `{}` in a name is the layer's index. A bias whose own role is in the table has exactly that name.
+    `{}` in a name is the layer's index, `{expert}` an expert's, whose roles are in the table without it. A
+    bias whose own role is in the table has exactly that name.
     """
     return {role: _name(role, table) for _, parts in weight_table(spec) for role, _ in parts}
 
 
 def _name(role: str, table: Mapping[str, str]) -> str:
-    index = ""
+    index = expert = ""
     if role.startswith("layers."):
         _, index, role = role.split(".", 2)
+    if role.startswith("experts."):
+        _, expert, matrix = role.split(".")
+        role = f"experts.{matrix}"
     if role in table and role.endswith(".bias"):
         return table[role].replace("{}", index)
     stem = role.removesuffix(".bias")
-    return table[stem].replace("{}", index) + (".bias" if role.endswith(".bias") else ".weight")
+    name = table[stem].replace("{}", index).replace("{expert}", expert)
+    return name + (".bias" if role.endswith(".bias") else ".weight")

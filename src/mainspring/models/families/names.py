@@ -28,6 +28,20 @@ GGUF_KEYS: Mapping[str, str] = {
     "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    # Of experts. Their number has a name of its own in each family's configs.
+    "num_local_experts": "expert_count",
+    "num_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "num_nextn_predict_layers": "nextn_predict_layers",
 }
 # Values of keys that no adapter reads which change nothing.
 GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -80,10 +94,13 @@ CONFIG_SILENT = frozenset(
         "model_type",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
         "resid_pdrop",
         "return_dict",
+        "router_aux_loss_coef",  # of training, like the next
+        "router_jitter_noise",
         "task_specific_params",
         "torch_dtype",
         "transformers.js_config",
