@@ -184,8 +184,8 @@ class NativeOps:
         )
 
     def _fitting_kv(self) -> str:
-        """How K and V are held. Attention is faster on bf16 where the processor multiplies it, and rounds more:
-        that is only for activations that are rounded to 8 bits anyway."""
+        """How K and V are held. Attention on bf16 is faster, where the processor multiplies it, and rounds
+        more: that is for activations alone that are rounded to 8 bits anyway."""
         if self.kv_type != "auto":
             return self.kv_type
         packed = [handle for handle, weight in self._weights.items() if isinstance(weight, PackedWeight)]
@@ -238,6 +238,11 @@ class NativeOps:
     def read(self, buffer: str) -> Floats:
         rows: Floats = self._machine.rows(self._last[buffer])
         return rows
+
+    def programs(self, kind: str) -> list[Any]:
+        """The native programs of a kind ("batch", "rows", "largest") that passes have recorded: a benchmark
+        asks them for the times of their steps."""
+        return [loaded.program for (found, _), loaded in self._programs.items() if found == kind]
 
     def row_sampler(self, vocab_size: int) -> Any:
         """What samples rows of logits on these threads, a whole step in one call."""
