@@ -350,7 +350,7 @@ def route(
     chosen = np.argsort(-ranked, axis=1, kind="stable")[:, : shape.top_k]
     weights = np.take_along_axis(likely, chosen, axis=1)
     if shape.normalised:
-        weights /= weights.sum(axis=1, keepdims=True)
+        weights /= weights.sum(axis=1, keepdims=True) + np.float32(1e-20)  # sigmoids may all be 0
     return chosen, (weights * np.float32(shape.scale)).astype(np.float32)
 
 
