@@ -19,3 +19,9 @@ def smollm2() -> Path:
 def gemma3() -> Path:
     """The file of Gemma 3 270M, likewise."""
     return pull("gemma3-270m", progress=False)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2, likewise."""
+    return pull("all-minilm-l6-v2", progress=False)
