@@ -26,7 +26,7 @@ from mainspring.base.config import SchedulerConfig
 from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.messages import KVCacheConfig, KVCacheGroup
 from mainspring.checkpoint.images import list_images
-from mainspring.kernels.native import PackedWeight, library, why_not
+from mainspring.kernels.native import NativeOps, PackedWeight, library, why_not
 from mainspring.kernels.ops import Batch, Floats
 from mainspring.kernels.ref import RefOps
 from mainspring.models.decoder import Decoder
@@ -294,6 +294,23 @@ def test_a_view_of_hidden_states_outlives_growing_buffers(tmp_path: Path) -> Non
     np.testing.assert_array_equal(hidden, before)
     del decoder
     np.testing.assert_array_equal(hidden, before)
+
+
+def test_the_time_of_steps_can_be_kept(tmp_path: Path) -> None:
+    """As a benchmark asks for it: every step of the last pass, in their order; results stay what they are."""
+    decoder = loaded(write_model(tmp_path / "m.gguf", shape(), ["F16"]), kernels="native")
+    batch = Pages(decoder).batch([5, 0, 0, 0])
+    before = decoder.forward(batch).copy()
+    ops = decoder.ops
+    assert isinstance(ops, NativeOps)
+    (program,) = ops.programs("batch")
+    assert program.times() == []
+    program.keep_times(True)
+    np.testing.assert_array_equal(decoder.forward(batch), before)
+    kinds, taken_s = zip(*program.times(), strict=True)
+    assert kinds.count("attention") == len(decoder.spec.layers)
+    assert kinds.index("attention") < kinds.index("gated")
+    assert min(taken_s) >= 0 < sum(taken_s)
 
 
 @pytest.mark.parametrize("kernels", ["native", "numpy"])
