@@ -83,7 +83,7 @@ def test_a_file_that_goes_in_circles_is_no_trouble(tmp_path):
 
 
 def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str]):
-    argv = ["--runner", "generate", "--tokenizer_mode=auto", "--nnodes", "1", "-q", "q8", "-tp", "1"]
+    argv = ["--convert", "none", "--tokenizer_mode=auto", "--nnodes", "1", "-q", "q8", "-tp", "1"]
     argv += ["--structured-outputs-config.backend", "guidance", "--guided-decoding-backend", "auto"]
     assert engine_arguments(read(*argv)) == {"quantization": "q8", "tensor_parallel_size": 1}
     assert capsys.readouterr().err == ""
@@ -97,7 +97,7 @@ def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--runner", "draft"], "--runner draft is not supported yet; give auto or generate"),
+        (["--convert", "embed"], "--convert embed is not supported yet; give auto or none"),
         (
             ["--logprobs-mode=raw_logits"],
             "--logprobs-mode raw_logits is not supported yet; give raw_logprobs",

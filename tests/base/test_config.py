@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mainspring.base.config import VLLM_ARGUMENTS, EngineArgs, EngineConfig, ModelFacts, resolve
+from mainspring.base.config import (
+    VLLM_ARGUMENTS,
+    EngineArgs,
+    EngineConfig,
+    ModelFacts,
+    PoolingFacts,
+    resolve,
+)
 from mainspring.base.errors import ConfigError
 
 MODEL = ModelFacts(path="", architecture="fake", max_position_embeddings=128, vocab_size=100)
@@ -117,3 +124,37 @@ def test_names_of_vllm_that_are_not_here_yet_say_so():
     assert swap_space == "swap_space has no effect here; leave it out"
     assert max_num_seqs == "unknown engine argument max_num_seq; did you mean max_num_seqs?"
     assert enable_lora == "enable_lora is not supported yet; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("settings", "can_generate", "labels", "said"),
+    [
+        (
+            {"runner": "generate"},
+            False,
+            (),
+            "runner generate: this model (bert) reads texts and cannot generate",
+        ),
+        ({"task": "generate"}, False, ("a",), "task generate: this model (bert) reads texts"),
+        ({"task": "embed"}, False, ("a",), "task embed: this model (bert) has a head that classifies"),
+        ({"task": "classify"}, True, (), "task classify: this model (bert) has no head that classifies"),
+        ({"task": "score"}, False, (), "task score: this model (bert) has no head that classifies"),
+        ({"runner": "pooling", "task": "embed"}, False, (), None),
+        ({"runner": "pooling", "task": "embed"}, True, (), None),
+        ({"runner": "pooling", "task": "score"}, False, ("a",), None),
+    ],
+)
+def test_what_a_model_is_wanted_for(settings: dict, can_generate: bool, labels: tuple, said: str | None):
+    facts = ModelFacts(
+        path="x",
+        architecture="bert",
+        max_position_embeddings=64,
+        vocab_size=100,
+        can_generate=can_generate,
+        pooling=PoolingFacts(labels=labels),
+    )
+    if said is None:
+        assert resolve(EngineArgs(**settings), facts, 2).vocab_size == 100
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        resolve(EngineArgs(**settings), facts, 2)

@@ -14,7 +14,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -57,11 +57,9 @@ VLLM_ARGUMENTS = {
             "reasoning_parser",
             "rope_scaling",
             "rope_theta",
-            "runner",
             "scheduler_cls",
             "speculative_config",
             "structured_outputs_config",
-            "task",
             "worker_cls",
             "worker_extension_cls",
         ),
@@ -201,6 +199,12 @@ class EngineArgs:
     )
     chat_template: str | None = field(
         default=None, metadata={"help": "template or its file, instead of the model's"}
+    )
+    runner: Literal["auto", "generate", "pooling"] = field(
+        default="auto", metadata={"help": "what the model must be able to do; auto: whatever it can"}
+    )
+    task: Literal["auto", "generate", "embed", "classify", "score"] = field(
+        default="auto", metadata={"help": "the same, as older versions of vLLM call it"}
     )
     skip_tokenizer_init: bool = field(default=False, metadata={"help": "token ids in, token ids out"})
     log_iteration_details: bool = field(default=False, metadata={"help": "a log line for each step"})
@@ -400,6 +404,17 @@ def _judge_types(args: EngineArgs, wrong: list[str]) -> EngineArgs:
     return replace(args, **mended)
 
 
+def _judge_use(args: EngineArgs, model: ModelFacts, require: Callable[[bool, str], None]) -> None:
+    """Whether the model can do what it is wanted for."""
+    labels, name = model.pooling.labels, f"this model ({model.architecture})"
+    for setting in ("runner", "task"):
+        wanted = getattr(args, setting)
+        shown = f"{setting} {wanted}: {name}"
+        require(wanted != "generate" or model.can_generate, f"{shown} reads texts and cannot generate")
+        require(wanted != "embed" or not labels, f"{shown} has a head that classifies, and gives no vectors")
+        require(wanted not in ("classify", "score") or bool(labels), f"{shown} has no head that classifies")
+
+
 def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) -> EngineConfig:
     """Decide everything that can be decided before measuring. `num_cpus`: cores that the kernels may use;
     None: those of this process.
@@ -419,6 +434,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         "trust_remote_code: models are data here, no code of theirs is run; leave it out",
     )
 
+    _judge_use(args, model, require)
     max_positions = model.max_position_embeddings
     asked_len = AUTO_MAX_MODEL_LEN if args.max_model_len == "auto" else args.max_model_len
     fit = asked_len == AUTO_MAX_MODEL_LEN

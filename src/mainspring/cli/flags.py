@@ -78,6 +78,8 @@ GROUPS = {
             "max_model_len",
             "chat_template",
             "skip_tokenizer_init",
+            "runner",
+            "task",
             "trust_remote_code",
             "seed",
         ),

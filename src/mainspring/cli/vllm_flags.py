@@ -45,7 +45,6 @@ FITTING = {
     "max-num-partial-prefills": ("1",),
     "nnodes": ("1",),
     "node-rank": ("0",),
-    "runner": ("auto", "generate"),
     "stream-interval": ("1",),
     "tokenizer-mode": ("auto", "hf"),
 }
