@@ -261,6 +261,15 @@ void bind_program(nb::module_& m) {
           "attention",
           [](Program& p, int out, int qkv, int layer, int plan) { p.append(attention_step(out, qkv, layer, plan)); },
           "out"_a, "qkv"_a, "layer"_a, "plan"_a)
+      .def(
+          "outside",
+          [](Program& p, nb::callable call) {
+            p.append_outside([call = std::move(call)] {
+              nb::gil_scoped_acquire held;
+              call();
+            });
+          },
+          "call"_a, "Call this between steps, on any thread, with the interpreter's lock.")
       .def("keep_times", &Program::keep_times, "keep"_a)
       .def("times", &times, "(kind, seconds of processor time) of every step of the last pass.")
       .def("run_batch", &run_batch, "token_ids"_a, "positions"_a, "query_start_loc"_a, "seq_lens"_a,

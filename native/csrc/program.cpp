@@ -9,6 +9,7 @@
 #include <iterator>
 #include <limits>
 #include <new>
+#include <utility>
 
 namespace mainspring {
 
@@ -133,10 +134,34 @@ class TimedReplay final : public Replay {
   std::vector<int64_t>& taken_ns_;
 };
 
+class OutsideStep final : public Step {
+ public:
+  OutsideStep(std::function<void()> call, std::exception_ptr& failure) : call_(std::move(call)), failure_(failure) {}
+  std::string kind() const override { return "outside"; }
+  int num_units(const Machine&) const override { return 1; }
+  void run(Machine&, int, int) const override {
+    if (failure_) return;
+    try {
+      call_();
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+  }
+
+ private:
+  std::function<void()> call_;
+  std::exception_ptr& failure_;  // of the program, which outlives its steps; steps see each other's writes
+};
+
 }  // namespace
+
+void Program::append_outside(std::function<void()> call) {
+  append(std::make_unique<OutsideStep>(std::move(call), failure_));
+}
 
 void Program::run() {
   Machine& machine = *machine_;
+  failure_ = nullptr;
   if (machine.num_rows == 0) return;
   if (machine.batch.num_requests) {
     for (auto& rope : machine.ropes) {
@@ -158,6 +183,7 @@ void Program::run() {
     Replay replay(machine, steps_);
     machine.pool->run(replay);
   }
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 std::vector<StepTime> Program::times() const {

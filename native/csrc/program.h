@@ -12,6 +12,8 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -135,6 +137,9 @@ class Program {
   void append(std::unique_ptr<Step> step) {
     if (steps_.empty() || !steps_.back()->take_over(*step)) steps_.push_back(std::move(step));
   }
+  // Something outside of this library that happens between steps, with all threads waiting: ranks meeting others. If it
+  // throws, later ones do not happen, and `run` throws it.
+  void append_outside(std::function<void()> call);
   // A pass over a batch (machine.batch and machine.tables are set), or over rows alone (num_requests is 0).
   void run();
   Machine& machine() { return *machine_; }
@@ -147,6 +152,7 @@ class Program {
   std::vector<std::unique_ptr<Step>> steps_;
   bool keeps_times_ = false;
   std::vector<int64_t> taken_ns_;  // [threads][steps]
+  std::exception_ptr failure_;     // of a call outside, in the pass that runs
 };
 
 enum class Into { Store, Add };

@@ -53,7 +53,7 @@ QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
-API_VERSION = 3  # of the library (native/csrc/module.cpp)
+API_VERSION = 4  # of the library (native/csrc/module.cpp)
 
 
 @cache
@@ -260,7 +260,8 @@ class NativeOps:
             recorded = largest(calls, weights, given=given)
         else:
             # the buffer that the walk writes last is what will be read
-            recorded = record(calls, weights, given=given, kept=last_written(calls))
+            has_peers = self.collectives is not None
+            recorded = record(calls, weights, given=given, kept=last_written(calls), has_peers=has_peers)
         loaded = self._programs[kind, _function(walk)] = self._build(recorded, given)
         return loaded
 
@@ -422,6 +423,33 @@ class NativeOps:
 
     def _add_write_kv(self, program: Any, layer: int, qkv: Storage, shape: AttentionShape) -> None:
         program.write_kv(self._place(qkv), layer, self._plan(layer, shape), shape.q_width)
+
+    # Collectives: calls back into Python, while the threads wait.
+
+    @property
+    def _peers(self) -> Collectives:
+        assert self.collectives is not None
+        return self.collectives
+
+    def _add_all_reduce(self, program: Any, x: Storage) -> None:
+        machine, place, peers = self._machine, self._place(x), self._peers
+        program.outside(lambda: peers.all_reduce(machine.rows(place)))
+
+    def _add_all_gather(self, program: Any, out: Storage, x: Storage) -> None:
+        machine, place, source, peers = self._machine, self._place(out), self._place(x), self._peers
+
+        def gather() -> None:
+            np.concatenate(peers.all_gather(machine.rows(source)), axis=1, out=machine.rows(place))
+
+        program.outside(gather)
+
+    def _add_send(self, program: Any, x: Storage, rank: int) -> None:
+        machine, place, peers = self._machine, self._place(x), self._peers
+        program.outside(lambda: peers.send(machine.rows(place), rank))
+
+    def _add_recv(self, program: Any, out: Storage, rank: int) -> None:
+        machine, place, peers = self._machine, self._place(out), self._peers
+        program.outside(lambda: peers.recv(machine.rows(place), rank))
 
     def _add_attention(
         self, program: Any, out: Storage, layer: int, qkv: Storage, shape: AttentionShape

@@ -53,8 +53,11 @@ class Weights(NamedTuple):
 BLOCK = 32  # columns that are encoded together
 POINTWISE = ("add_bias", "scale", "soft_cap")  # in place; a product does them itself
 # Operations by what they do to their first operand: it gets a new value, or the one that it has is changed.
-WRITES = ("embedding", "rms_norm", "layer_norm", "linear", "activate", "gate", "gated", "attention")
-CHANGES = (*POINTWISE, "add", "add_position", "head_norm", "rope", "linear_add")
+WRITES = (
+    *("embedding", "rms_norm", "layer_norm", "linear", "activate", "gate", "gated", "attention"),
+    *("recv", "all_gather"),
+)
+CHANGES = (*POINTWISE, "add", "add_position", "head_norm", "rope", "linear_add", "all_reduce")
 READS = {  # the other operand that is read as floats
     "rms_norm": 1,
     "layer_norm": 1,
@@ -63,18 +66,29 @@ READS = {  # the other operand that is read as floats
     "gate": 1,
     "write_kv": 1,
     "attention": 2,
+    "send": 0,
+    "all_gather": 1,
 }
 PRODUCTS = {"linear": (1, 2), "linear_add": (1, 2), "gated": (1, 2), "argmax": (0, 1)}  # (input, weight)
-DO_NOT_ENCODE = ("head_norm", "rope")
+DO_NOT_ENCODE = ("head_norm", "rope", "all_reduce", "recv", "all_gather")
 
 
-def record(calls: Sequence[Call], weights: Weights, *, given: str | None, kept: str | None) -> Recorded:
+def record(
+    calls: Sequence[Call],
+    weights: Weights,
+    *,
+    given: str | None,
+    kept: str | None,
+    has_peers: bool = False,
+) -> Recorded:
     """The program of `calls`.
 
-    given: a buffer whose rows come from outside; kept: one whose last value is read as floats afterwards.
+    given: a buffer whose rows come from outside; kept: one whose last value is read as floats afterwards;
+    has_peers: there are other ranks, so collectives are steps.
     Raises `NotImplementedError` for an operation that has no native step.
     """
-    return _store(_fuse_products(_one_rank(calls), weights), weights, given, kept)
+    calls = list(calls) if has_peers else _one_rank(calls)
+    return _store(_fuse_products(calls, weights), weights, given, kept)
 
 
 def largest(calls: Sequence[Call], weights: Weights, *, given: str) -> Recorded:
@@ -102,7 +116,7 @@ def _one_rank(calls: Sequence[Call]) -> list[Call]:
     kept = []
     for call in calls:
         if call.op in ("send", "recv") or (call.op == "all_gather" and call.operands[0] != call.operands[1]):
-            raise NotImplementedError(f"{call.op}: the native backend is one rank")
+            raise NotImplementedError(f"{call.op}: there is one rank")
         if call.op not in ("all_reduce", "all_gather"):
             kept.append(call)
     return kept
