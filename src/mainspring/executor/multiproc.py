@@ -3,23 +3,28 @@
 Theory of operation.
 - A plan is encoded once and the same bytes go to every rank. They are a few kilobytes, so they go through
   the socket that each worker has anyway; a ring of shared memory would save a copy and leave segments behind
-  when a process is killed (docs/design.md has the figures).
+  when a process is killed (docs/design.md has the figures). A worker reads its socket at any time, so sending
+  waits for no step.
 - Of a step one rank answers, the first of the last stage; of everything else all do. Answers of a rank come
   in the order of what it was asked, so they need no numbers.
 - One thread listens to all ranks, and sees their ends: a socket that closes, whatever closed it. The first
   failure ends all workers; whoever waits gets its cause, and the callback is called, once. A rank whose peer
-  has gone says so too, but it is the peer that knows why; so causes are gathered for a moment.
-- A step that takes longer than `EXECUTE_TIMEOUT_S` counts as a failure: a worker may be stopped, and its
-  peers wait for it.
+  has gone says so too, but it is the peer that knows why; so causes are gathered for a moment. A command that
+  a rank refuses is no failure, and hurts only who gave it.
+- A step that takes longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` counts as a failure: a worker may be
+  stopped, and its peers wait for it.
 
-Workers are started like any program, not by multiprocessing's spawn (see `engine/launch.py`). They end when
-their socket does, so they outlive neither `close` nor our own end.
+Workers are started like any program, not by multiprocessing's spawn (see `engine/launch.py`), each in a
+session of its own: Ctrl-C in a terminal is for whoever started us. They end when their socket does, so they
+outlive neither `close` nor our own end; and the system kills even one that is stopped, if the thread that
+started it was the main one and so ends only with our process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -31,12 +36,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mainspring.base import errors
 from mainspring.base.children import python_path
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import EngineDeadError, EngineError
+from mainspring.base.errors import ConfigError, EngineDeadError, EngineError, innermost
 from mainspring.base.messages import (
     Command,
     CommandResult,
@@ -48,6 +54,8 @@ from mainspring.base.messages import (
 )
 from mainspring.executor.links import Link, close_links, make_links
 from mainspring.worker.proc import (
+    TIED,
+    Answer,
     Call,
     Done,
     Execute,
@@ -57,6 +65,7 @@ from mainspring.worker.proc import (
     Initialize,
     Load,
     Order,
+    Refused,
     Sample,
     decode_answer,
     decode_result,
@@ -66,12 +75,30 @@ from mainspring.worker.proc import (
 
 logger = logging.getLogger(__name__)
 
-EXECUTE_TIMEOUT_S = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "300"))
+EXECUTE_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+DEFAULT_EXECUTE_TIMEOUT_S = 300.0
 LOAD_TIMEOUT_S = 1800.0
 LOOK_S = 0.25  # how often deadlines are looked at
 GATHER_S = 0.5  # for the causes of others, after the first failure
-END_S, TERM_S = 5.0, 4.0  # for workers to end by themselves; then after SIGTERM
+# For workers to end by themselves, which takes them at most `END_GRACE_S`; then after SIGTERM. Together less
+# than a core's process is given to end (`engine/launch.py`), or a stopped worker would outlive it.
+END_S, TERM_S = 2.5, 1.0
 PEER_GONE = "PeerGoneError"
+
+
+def _execute_timeout_s() -> float:
+    given = os.environ.get(EXECUTE_TIMEOUT)
+    if not given:
+        return DEFAULT_EXECUTE_TIMEOUT_S
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.0 < timeout_s < math.inf:
+        raise ConfigError(
+            f"{EXECUTE_TIMEOUT} {given!r} in the environment must be a number of seconds above 0"
+        )
+    return timeout_s
 
 
 class _Question(NamedTuple):
@@ -79,7 +106,15 @@ class _Question(NamedTuple):
 
     future: Future[Any]
     kind: Any  # of the answer
+    timeout_s: float
     deadline_s: float
+
+
+class _Failure(NamedTuple):
+    """What ended the workers: for the futures that wait, and in words."""
+
+    kind: type[Exception]
+    cause: str
 
 
 class _Rank:
@@ -96,21 +131,38 @@ class _Rank:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.orders.fileno())) as ours:
             ours.shutdown(socket.SHUT_WR)
 
+    @property
+    def name(self) -> str:
+        return f"worker {self.number} (pid {self.process.pid})"
+
     def how_it_ended(self) -> str:
         try:
             status = self.process.wait(GATHER_S)
         except subprocess.TimeoutExpired:
-            return f"worker {self.number} (pid {self.process.pid}) has closed its socket"
+            return f"{self.name} has closed its socket"
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"worker {self.number} (pid {self.process.pid}) {how}"
+        return f"{self.name} {how}"
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP or a debugger, where the system tells."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state in "Tt"
 
 
 class MultiprocExecutor:
     """The `Executor` protocol over one process per rank."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts the workers and waits until all have the model. Raises what they raise."""
+        """Starts the workers and waits until all have the model. Raises what they raise.
+
+        `executor_args["worker"]`, as `module:function`, is called in the place of `Worker`: for who watches
+        workers, or breaks them.
+        """
         self._config = config
+        self._execute_timeout_s = _execute_timeout_s()
         self._closed = False
         self._failure: str | None = None
         self._lock = threading.Lock()  # around what ranks owe, and the failure
@@ -120,6 +172,7 @@ class MultiprocExecutor:
         try:
             self._start()
         except BaseException:
+            self._kill()  # there is nothing that they should end in order
             self.close()
             raise
 
@@ -155,6 +208,7 @@ class MultiprocExecutor:
         return has_work
 
     def call(self, command: Command) -> list[CommandResult]:
+        """Raises `EngineError` if a rank refuses it; others may have done it."""
         return self._ask_all(Call(command), Any)
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
@@ -167,7 +221,7 @@ class MultiprocExecutor:
     def close(self) -> None:
         """End the workers: by themselves, else by signals. Idempotent."""
         self._closed = True
-        self._fail("the executor is closed", tell=False)
+        self._fail(_Failure(EngineDeadError, "the executor is closed"), tell=False)
         for rank in self._ranks:
             rank.hang_up()
         for wait_s, end in ((END_S, subprocess.Popen.terminate), (TERM_S, subprocess.Popen.kill)):
@@ -215,24 +269,24 @@ class MultiprocExecutor:
         body, answers = encode(order), result_rank(self._config)
         future: Future[Any] = Future()
         for rank in self._ranks:
-            if rank.number == answers:
-                self._send(
-                    rank, body, _Question(future, ModelRunnerOutput | None, _deadline(EXECUTE_TIMEOUT_S))
-                )
-            else:
-                self._send(rank, body)
+            question = self._question(future, ModelRunnerOutput | None) if rank.number == answers else None
+            self._send(rank, body, question)
         if not non_block:
             future.exception()  # waits; who reads the result gets the exception
         return future
 
     def _ask_all(self, order: Order, kind: Any) -> list[Any]:
-        asked = [self._ask(rank, order, kind, EXECUTE_TIMEOUT_S) for rank in self._ranks]
+        asked = [self._ask(rank, order, kind) for rank in self._ranks]
         return [future.result() for future in asked]
 
-    def _ask(self, rank: _Rank, order: Order, kind: Any, timeout_s: float) -> Future[Any]:
+    def _ask(self, rank: _Rank, order: Order, kind: Any, timeout_s: float | None = None) -> Future[Any]:
         future: Future[Any] = Future()
-        self._send(rank, encode(order), _Question(future, kind, _deadline(timeout_s)))
+        self._send(rank, encode(order), self._question(future, kind, timeout_s))
         return future
+
+    def _question(self, future: Future[Any], kind: Any, timeout_s: float | None = None) -> _Question:
+        timeout_s = self._execute_timeout_s if timeout_s is None else timeout_s
+        return _Question(future, kind, timeout_s, time.monotonic() + timeout_s)
 
     def _send(self, rank: _Rank, body: bytes, question: _Question | None = None) -> None:
         with self._lock:
@@ -249,107 +303,134 @@ class MultiprocExecutor:
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        by_socket = {rank.orders: rank for rank in self._ranks}
-        while self._failure is None:
-            for orders in wait(list(by_socket), LOOK_S):
-                if (cause := self._hear(by_socket[orders])) is not None:  # type: ignore[index]
-                    if self._closed:
-                        return
-                    self._end_all(self._cause_among_all(cause))
-                    return
-            self._look_at_deadlines()
-
-    def _hear(self, rank: _Rank) -> tuple[_Rank, Failed | None] | None:
-        """One answer; or who failed, and what it said of it."""
         try:
-            answer = decode_answer(rank.orders.recv_bytes())
-        except (EOFError, OSError):
-            return rank, None
-        if isinstance(answer, Failed):
-            return rank, answer
-        assert isinstance(answer, Done)
-        with self._lock:
-            if not rank.owes:
-                return None  # given up meanwhile
-            question = rank.owes.popleft()
-        question.future.set_result(decode_result(answer.result, question.kind))
+            failure = self._first_failure()
+        except Exception as error:  # nobody else would tell those who wait
+            failure = _Failure(EngineDeadError, f"what workers say cannot be read: {innermost(error)}")
+        if failure is not None:
+            self._fail(failure)
+            self._kill()  # a rank may wait for ever for the one that failed
+
+    def _first_failure(self) -> _Failure | None:
+        """None once the executor is closed."""
+        by_socket = {rank.orders: rank for rank in self._ranks}
+        while not self._closed:
+            for orders in wait(list(by_socket), LOOK_S):
+                rank = by_socket[orders]  # type: ignore[index]
+                answer = _hear(rank)
+                if answer is None or isinstance(answer, Failed):
+                    return None if self._closed else self._cause_among_all(rank, answer)
+                self._take(rank, answer)
+            if (failure := self._who_is_late()) is not None:
+                return failure
         return None
 
-    def _cause_among_all(self, first: tuple[_Rank, Failed | None]) -> Failed:
-        """What ended the first of them: who only lost a peer is passed over, if another knows more."""
-        rank, failed = first
-        if failed is not None and failed.kind != PEER_GONE:
-            return failed
-        deadline_s = time.monotonic() + GATHER_S
-        ends = [] if failed is not None else [rank]
-        others = {other.orders: other for other in self._ranks if other is not rank}
-        while others and (left_s := deadline_s - time.monotonic()) > 0:
-            for orders in wait(list(others), left_s):
-                other = others[orders]  # type: ignore[index]
-                try:
-                    answer = decode_answer(other.orders.recv_bytes())
-                except (EOFError, OSError):
-                    ends.append(others.pop(orders))  # type: ignore[call-overload]
-                    continue
-                if isinstance(answer, Failed) and answer.kind != PEER_GONE:
-                    return answer
-                if isinstance(answer, Failed):
-                    del others[orders]  # type: ignore[arg-type]
-        if ends:
-            return Failed(EngineDeadError.__name__, ends[0].how_it_ended())
-        assert failed is not None
-        return failed
+    def _take(self, rank: _Rank, answer: Done | Refused) -> None:
+        with self._lock:
+            if not rank.owes:
+                return  # given up meanwhile
+            question = rank.owes.popleft()
+        try:
+            if isinstance(answer, Refused):
+                raise EngineError(f"worker {rank.number}: {answer.cause}")
+            result = decode_result(answer.result, question.kind)
+        except Exception as error:
+            question.future.set_exception(error)
+        else:
+            question.future.set_result(result)
 
-    def _look_at_deadlines(self) -> None:
+    def _cause_among_all(self, first: _Rank, answer: Failed | None) -> _Failure:
+        """What ended the first of them: who only lost a peer is passed over, if another knows more."""
+        last_words: dict[_Rank, Failed | None] = {first: answer}  # None: it ended without a word
+        deadline_s = time.monotonic() + GATHER_S
+        while not any(map(_is_cause, last_words.values())):
+            silent = {rank.orders: rank for rank in self._ranks if rank not in last_words}
+            left_s = deadline_s - time.monotonic()
+            if not silent or left_s <= 0:
+                break
+            for orders in wait(list(silent), left_s):
+                rank = silent[orders]  # type: ignore[index]
+                said = _hear(rank)
+                if said is None or isinstance(said, Failed):
+                    last_words[rank] = said
+        causes = [item for item in last_words.items() if _is_cause(item[1])]
+        silent_ends = [item for item in last_words.items() if item[1] is None]
+        return _as_failure(*[*causes, *silent_ends, (first, answer)][0])
+
+    def _who_is_late(self) -> _Failure | None:
         now_s = time.monotonic()
         with self._lock:
-            late = [rank for rank in self._ranks if rank.owes and rank.owes[0].deadline_s < now_s]
-        if late:
-            self._end_all(
-                Failed(
-                    EngineDeadError.__name__,
-                    f"worker {late[0].number} (pid {late[0].process.pid}) did not answer within "
-                    f"{EXECUTE_TIMEOUT_S:g} s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)",
-                )
-            )
+            late = [(rank, rank.owes[0]) for rank in self._ranks if rank.owes]
+            late = [(rank, question) for rank, question in late if question.deadline_s < now_s]
+        if not late:
+            return None
+        rank, question = late[0]
+        setting = "" if question.timeout_s == LOAD_TIMEOUT_S else f" ({EXECUTE_TIMEOUT})"
+        cause = f"{rank.name} did not answer within {question.timeout_s:g} s{setting}"
+        stopped = [f"; {other.name} is stopped" for other in self._ranks if other.is_stopped()]
+        return _Failure(EngineDeadError, cause + "".join(stopped))
 
-    def _end_all(self, failed: Failed) -> None:
-        known = getattr(errors, failed.kind, EngineDeadError)
-        is_ours = isinstance(known, type) and issubclass(known, EngineError)
-        self._fail(failed.cause, known if is_ours else EngineDeadError)
-        for rank in self._ranks:  # a rank may wait for ever for the one that failed
-            if rank.process.poll() is None:
-                rank.process.kill()
-
-    def _fail(self, cause: str, kind: type[EngineError] = EngineDeadError, tell: bool = True) -> None:
+    def _fail(self, failure: _Failure, tell: bool = True) -> None:
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = cause
+            self._failure = failure.cause
             waiting = [question for rank in self._ranks for question in rank.owes]
+            for rank in self._ranks:
+                rank.owes.clear()
             callback = self._callback
         for question in waiting:
-            question.future.set_exception(kind(cause))
+            question.future.set_exception(failure.kind(failure.cause))
         if tell and callback is not None and not self._closed:
-            callback(cause)
+            callback(failure.cause)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+
+
+def _hear(rank: _Rank) -> Answer | None:
+    """What it says next; None if it has ended."""
+    try:
+        body = rank.orders.recv_bytes()
+    except (EOFError, OSError):
+        return None
+    return decode_answer(body)
+
+
+def _is_cause(last_words: Failed | None) -> bool:
+    return last_words is not None and last_words.kind != PEER_GONE
+
+
+def _as_failure(rank: _Rank, last_words: Failed | None) -> _Failure:
+    """A user's mistakes are as where there is one worker only; else it is said who had the failure."""
+    if last_words is None:
+        return _Failure(EngineDeadError, rank.how_it_ended())
+    kind, cause = last_words.kind, last_words.cause
+    if kind.endswith("MemoryError"):  # numpy has one of its own
+        return _Failure(MemoryError, cause)
+    known = getattr(errors, kind, EngineDeadError)
+    if issubclass(known, EngineError) and known is not EngineDeadError:
+        return _Failure(known, cause)
+    return _Failure(EngineDeadError, f"worker {rank.number}: {cause}")
 
 
 def _spawn(number: int, links: dict[int, Link]) -> _Rank:
+    """To be called in the thread that is to see the worker's whole life, where that is the main one."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    tied = [TIED] if threading.current_thread() is threading.main_thread() else []
+    with ours, theirs:
         descriptors = [theirs.fileno(), *(link.descriptor for link in links.values())]
         process = subprocess.Popen(
             # -P: what lies in the current folder must not be taken for a module.
-            [sys.executable, "-P", "-m", "mainspring.worker.proc", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "mainspring.worker.proc", str(theirs.fileno()), *tied],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path()},
         )
-    return _Rank(number, process, Connection(ours.detach()))
-
-
-def _deadline(timeout_s: float) -> float:
-    return time.monotonic() + timeout_s
+        return _Rank(number, process, Connection(ours.detach()))
 
 
 def _free_port() -> int:

@@ -1,13 +1,15 @@
 """One worker in a process of its own: rank k of those that share a model.
 
-`python -m mainspring.worker.proc FD` is started by `MultiprocExecutor`. FD is a socket to it, on
-which orders come and answers go; other descriptors, named in the first order, lead to the other ranks.
+`python -m mainspring.worker.proc FD [tied]` is started by `MultiprocExecutor`. FD is a socket to it, on
+which orders come and answers go; other descriptors, named in the first order, lead to the other ranks. Tied:
+the system kills us when whoever started us ends.
 
 Rules.
 - Orders are carried out one by one, as they come. Every rank gets every order; of a step only the last
   stage's first rank gives the result. All answer everything else, and any tells its failure.
 - A failure ends the process: its peers wait for it in a collective and would wait for ever. They see its
-  links close, and report that as `PeerGoneError`, so that nobody takes it for the cause.
+  links close, and report that as `PeerGoneError`, so that nobody takes it for the cause. A command is not
+  carried out together, so one that fails is only refused.
 - The executor's end is the end of the socket, however it came; a thread that reads it sees that also while a
   step runs.
 """
@@ -15,11 +17,14 @@ Rules.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -29,7 +34,7 @@ import msgspec
 from mainspring.base.arrays import decode_array, encode_array
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import EngineError, innermost
-from mainspring.base.log import set_up_logging
+from mainspring.base.log import FORMAT, set_up_logging
 from mainspring.base.messages import (
     Command,
     GrammarOutput,
@@ -43,6 +48,8 @@ from mainspring.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 END_GRACE_S = 1.5  # for a step that runs when the executor has gone
+TIED = "tied"
+_SET_DEATH_SIGNAL, _SET_NAME = 1, 15  # of prctl
 
 
 # Orders, executor to worker.
@@ -106,7 +113,13 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     cause: str
 
 
-Answer = Done | Failed
+class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """In the place of `Done`: a command that failed. The worker goes on."""
+
+    cause: str
+
+
+Answer = Done | Refused | Failed
 
 encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 decode_order = msgspec.msgpack.Decoder(Order, dec_hook=decode_array).decode
@@ -118,13 +131,16 @@ def decode_result(result: msgspec.Raw, kind: Any) -> Any:
 
 
 def main() -> int:
-    orders = Connection(int(sys.argv[1]))
+    if sys.platform == "linux" and TIED in sys.argv[2:]:
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    orders = _own(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the executor
     received: SimpleQueue[bytes | None] = SimpleQueue()
     threading.Thread(target=_receive, args=(orders, received), daemon=True).start()
     try:
         _serve(orders, received)
     except Exception as error:
+        logger.debug("this worker has failed", exc_info=True)
         cause = str(error) if isinstance(error, EngineError) else innermost(error)
         with contextlib.suppress(OSError):  # nobody may be left to hear it
             orders.send_bytes(encode(Failed(type(error).__name__, cause)))
@@ -149,14 +165,24 @@ def _serve(orders: Connection, received: SimpleQueue[bytes | None]) -> None:
         return
     load = decode_order(first)
     assert isinstance(load, Load)
-    set_up_logging(load.log_level)
-    place = Place(load.rank, load.config.tensor_parallel_size, load.config.pipeline_parallel_size)
+    _set_up_logging(load)
+    _name_process(load.rank)
+    make_worker = _maker(load.config)
+    place = Place(
+        load.rank,
+        load.config.tensor_parallel_size,
+        load.config.pipeline_parallel_size,
+        load.config.enable_expert_parallel,
+    )
     collectives = _collectives(load, place)
-    worker = Worker(load.config, place, collectives)
+    worker = make_worker(load.config, place, collectives)
     gives_results = place.rank == result_rank(load.config)
     _answer(orders, True)
     while (body := received.get()) is not None:
         order = decode_order(body)
+        if isinstance(order, Call):
+            _call(orders, worker, order.command)
+            continue
         result = _carry_out(worker, order)
         if gives_results or not isinstance(order, Execute | Sample):
             _answer(orders, result)
@@ -167,6 +193,44 @@ def _answer(orders: Connection, result: object) -> None:
     orders.send_bytes(encode(Done(msgspec.Raw(encode(result)))))
 
 
+def _call(orders: Connection, worker: Worker, command: Command) -> None:
+    try:
+        result = worker.call(command)
+    except Exception as error:
+        orders.send_bytes(encode(Refused(innermost(error))))
+    else:
+        _answer(orders, result)
+
+
+def _own(descriptor: int) -> Connection:
+    """What was inherited goes no further: a copy elsewhere would hide our end from our peers."""
+    os.set_inheritable(descriptor, False)
+    return Connection(descriptor)
+
+
+def _set_up_logging(load: Load) -> None:
+    set_up_logging(load.log_level)
+    for handler in logging.getLogger("mainspring").handlers:
+        handler.setFormatter(logging.Formatter(f"[worker {load.rank}] {FORMAT}", datefmt="%m-%d %H:%M:%S"))
+
+
+def _name_process(rank: int) -> None:
+    """What `ps -o comm` and `top` show, which is 15 letters at most."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, f"mainspring-w{rank}".encode(), 0, 0, 0)
+
+
+def _maker(config: EngineConfig) -> Callable[[EngineConfig, Place, Collectives], Worker]:
+    """What makes the worker: see `MultiprocExecutor`."""
+    module_name, _, name = config.executor_args.get("worker", "").partition(":")
+    if not module_name:
+        return Worker
+    make: Callable[[EngineConfig, Place, Collectives], Worker] = getattr(
+        importlib.import_module(module_name), name
+    )
+    return make
+
+
 def _collectives(load: Load, place: Place) -> Collectives:
     if load.address:
         groups = [
@@ -174,7 +238,7 @@ def _collectives(load: Load, place: Place) -> Collectives:
             for first in range(0, place.world_size, place.tensor_parallel_size)
         ]
         return TorchCollectives(place.rank, place.world_size, groups, load.address)
-    links = {rank: Connection(descriptor) for rank, descriptor in load.links.items()}
+    links = {rank: _own(descriptor) for rank, descriptor in load.links.items()}
     return PipeCollectives(place.rank, place.group, links)
 
 
@@ -196,8 +260,6 @@ def _carry_out(worker: Worker, order: Order) -> object:
             return worker.execute_model(plan)
         case Sample(mask):
             return worker.sample_tokens(mask)
-        case Call(command):
-            return worker.call(command)
         case _:
             raise EngineError(f"{type(order).__name__} comes first, and once")
 

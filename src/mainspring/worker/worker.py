@@ -96,6 +96,8 @@ class Worker:
             links = {rank: Connection(descriptor) for rank, descriptor in ranks.links.items()}
             self._expert_ranks = PipeCollectives(ranks.rank, range(ranks.size), links)
             self._place = replace(place, expert_rank=ranks.rank, num_expert_ranks=ranks.size)
+        # Outlives the model, as what others have sent does.
+        self._stages = Stages(self._place, collectives) if self._place.pipeline_parallel_size > 1 else None
         self._kv_cache_memory_bytes = config.kv_cache_memory_bytes
         self._initialized: tuple[KVCacheConfig, int] | None = None  # with what, for WakeUp
         self._runner: ModelRunner | None = self._make_runner()
@@ -115,8 +117,7 @@ class Worker:
                 model = load_model(
                     self._config, _progress(bar), self._place, self._collectives, self._expert_ranks
                 )
-        stages = Stages(self._place, self._collectives) if self._place.pipeline_parallel_size > 1 else None
-        return ModelRunner(model, self._config.scheduler.max_num_seqs, stages)
+        return ModelRunner(model, self._config.scheduler.max_num_seqs, self._stages)
 
     @property
     def runner(self) -> ModelRunner:
