@@ -179,8 +179,46 @@ def _normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
             )
         if "content" not in message and not message.get("tool_calls"):
             raise RequestError(f"{place} has no content", "messages")
-        found.append({**message, "content": _text(message.get("content"), place)})
+        found.append(
+            {
+                **message,
+                **_reasoning(message),
+                **_calls(message, place),
+                "content": _text(message.get("content"), place),
+            }
+        )
     return found
+
+
+def _reasoning(message: Message) -> dict[str, Any]:
+    """What the model thought, under both names that templates and clients have for it."""
+    text = message.get("reasoning") or message.get("reasoning_content")
+    return {"reasoning": text, "reasoning_content": text} if isinstance(text, str) else {}
+
+
+def _calls(message: Message, place: str) -> dict[str, Any]:
+    """Calls of tools. Arguments travel as JSON text, and templates write them as they want: an object."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {}
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"{place}.tool_calls must be a list, got a {type(calls).__name__}", "messages")
+    return {"tool_calls": [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]}
+
+
+def _call(call: object, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(f"{place} must have a function, with a name and arguments", "messages")
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}.function has no name", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise RequestError(f"{place}.function.arguments must be JSON text", "messages") from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _text(content: object, place: str) -> str:

@@ -4,6 +4,10 @@ Two forms, both vLLM's. The older has `triggers` and `structures`: text is free 
 been said; then one of the structures that begin with it must follow (its begin, a text that fits its schema,
 its end), and text is free again. The newer one is a tree, `format`, of nodes with a type.
 
+Two things are ours: a node may be any other constraint (`structured_outputs`, with the fields of
+`StructuredOutputsParams`), and the free text of a tag may be limited (`max_tokens`): then its end comes, at
+the latest after so many tokens.
+
 A node becomes a rule. What a node may say is checked here by name, key by key: a key that is not understood
 could be a constraint, so it is refused.
 """
@@ -11,7 +15,7 @@ could be a constraint, so it is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
@@ -24,21 +28,25 @@ _NODES: dict[str, tuple[set[str], set[str]]] = {
     "const_string": ({"value"}, set()),
     "json_schema": ({"json_schema"}, set()),
     "regex": ({"pattern"}, set()),
-    "any_text": (set(), set()),
+    "any_text": (set(), {"max_tokens"}),
     "sequence": ({"elements"}, set()),
     "or": ({"elements"}, set()),
     "tag": ({"begin", "content", "end"}, set()),
     "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first"}),
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
+_CONSTRAINT = "structured_outputs"  # this node's keys are judged by who reads it
+MAX_TOKENS = 1 << 31
 
 
-def structural_tag_to_lark(tag: Any, json_options: Mapping[str, Any], closed: bool) -> str:
+def structural_tag_to_lark(
+    tag: Any, json_options: Mapping[str, Any], closed: bool, constraint: Callable[[dict[str, Any]], str]
+) -> str:
     """Raises `GrammarError`. `json_options` are the library's settings for the schemas inside; `closed` is as
-    in `prepare_schema`."""
+    in `prepare_schema`; `constraint` makes a grammar of the fields of another one."""
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise GrammarError('structural_tag must be an object with "type": "structural_tag"')
-    writer = _Writer(json_options, closed)
+    writer = _Writer(json_options, closed, constraint)
     if "format" in tag:
         _check_keys("structural_tag", tag, {"type", "format"}, set())
         node = tag["format"]
@@ -67,13 +75,19 @@ def _structure_as_tag(structure: Any) -> dict[str, Any]:
 class _Writer:
     """Collects rules; `node` returns the expression that stands for a node."""
 
-    def __init__(self, json_options: Mapping[str, Any], closed: bool) -> None:
+    def __init__(
+        self, json_options: Mapping[str, Any], closed: bool, constraint: Callable[[dict[str, Any]], str]
+    ) -> None:
         self.rules: list[str] = []
         self._json_options = json_options
         self._closed = closed
+        self._constraint = constraint
 
     def node(self, node: Any, *, is_last: bool) -> str:
         """`is_last`: nothing follows it in the whole text, so it may be text without an end."""
+        if isinstance(node, dict) and node.get("type") == _CONSTRAINT:
+            fields = {key: value for key, value in node.items() if key != "type"}
+            return self._rule(f"%lark {{\n{self._constraint(fields)}\n}}")
         if not isinstance(node, dict) or node.get("type") not in _NODES:
             kind = node.get("type") if isinstance(node, dict) else node
             raise GrammarError(f"structural_tag: no format {shown(kind)}; there are {', '.join(_NODES)}")
@@ -87,8 +101,10 @@ class _Writer:
             case "regex":
                 return self._rule(f"/{_text('pattern', node['pattern']).replace('/', chr(92) + '/')}/")
             case "any_text":
-                if not is_last:
-                    raise GrammarError("structural_tag: any_text must be a tag's content, or come last")
+                if not is_last or "max_tokens" in node:
+                    raise GrammarError(
+                        "structural_tag: any_text must be a tag's content, or come last, without max_tokens"
+                    )
                 return self._rule(ANY_TEXT)
             case "sequence":
                 *first, last = _list("elements", node["elements"])
@@ -123,13 +139,25 @@ class _Writer:
         begin = _literal("begin", rest) if rest else ""
         end, content = _text("end", node["end"]), node["content"]
         if isinstance(content, dict) and content.get("type") == "any_text":
-            _check_keys("any_text", content, {"type"}, set())
+            _check_keys("any_text", content, {"type"}, {"max_tokens"})
             if not end:
                 raise GrammarError("structural_tag: a tag of any_text needs an end")
-            inside = self._rule(f"{ANY_TEXT} {_literal('end', end)}", "[lazy]")
+            inside = self._until(_literal("end", end), content.get("max_tokens"))
         else:
             inside = self.node(content, is_last=False) + (f" {_literal('end', end)}" if end else "")
         return self._rule(f"{begin} {inside}")
+
+    def _until(self, end: str, max_tokens: Any) -> str:
+        """Free text up to the first `end`. A tag that is begun when the tokens are spent is begun anew."""
+        if max_tokens is None:
+            return self._rule(f"{ANY_TEXT} {end}", "[lazy]")
+        if type(max_tokens) is not int or not 0 <= max_tokens < MAX_TOKENS:
+            raise GrammarError(f"structural_tag: max_tokens must be 0 or more, got {shown(max_tokens)}")
+        if not max_tokens:
+            return end
+        ended = self._rule(f"{ANY_TEXT} {end}", f"[lazy, max_tokens={max_tokens}]")
+        spent = self._rule(ANY_TEXT, f"[max_tokens={max_tokens}]")
+        return f"({ended} | {spent} {end})"
 
     def _triggered(self, node: dict[str, Any], is_last: bool) -> str:
         stops, must = _flag(node, "stop_after_first"), _flag(node, "at_least_one")

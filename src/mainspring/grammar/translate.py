@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from mainspring.base.errors import RequestError
 from mainspring.base.params import StructuredOutputsParams
 from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
 from mainspring.grammar.structural_tag import structural_tag_to_lark
@@ -63,10 +64,22 @@ def _lark(kind: str, value: Any, asked: StructuredOutputsParams) -> str:
             return _as_lark(value)
         case "structural_tag":
             return structural_tag_to_lark(
-                read_json(kind, value), json_options(asked), asked.disable_additional_properties
+                read_json(kind, value),
+                json_options(asked),
+                asked.disable_additional_properties,
+                lambda fields: _nested(fields, asked),
             )
         case other:
             raise AssertionError(f"no notation for {other}")
+
+
+def _nested(fields: dict[str, Any], outer: StructuredOutputsParams) -> str:
+    """Another constraint inside a structural tag; how JSON is written is for the outer one to say."""
+    try:
+        asked = StructuredOutputsParams(**fields)
+    except (TypeError, RequestError) as error:
+        raise GrammarError(f"structural_tag: {error}") from None
+    return _lark(asked.kind, getattr(asked, asked.kind), outer)
 
 
 def _json_rule(schema: dict[str, Any], asked: StructuredOutputsParams) -> str:

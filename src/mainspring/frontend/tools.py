@@ -1,0 +1,102 @@
+"""The tools of a chat, and which of them its answer must call: what a caller gives, judged and named.
+
+    use = judged_tools(tools, tool_choice, parallel_tool_calls)
+
+`tools` are OpenAI's: {"type": "function", "function": {"name", "description", "parameters", "strict"}}, and go
+to the chat template as they are. A choice is none, auto (the model decides), required (one or more calls) or
+{"type": "function", "function": {"name": ...}} (a call of that one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from mainspring.base.errors import RequestError
+
+CHOICES = ("none", "auto", "required")
+MAX_TOOLS = 1024
+
+
+class ToolUse(NamedTuple):
+    """Judged. Without tools the choice is none."""
+
+    tools: tuple[dict[str, Any], ...] = ()  # as they were given
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    name: str | None = None  # of the tool that must be called
+    parallel: bool = True  # several calls in one answer
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer is made of calls and nothing else."""
+        return self.choice in ("required", "named")
+
+    @property
+    def tool_choice(self) -> str | dict[str, Any]:
+        """As OpenAI writes it."""
+        return self.choice if self.name is None else {"type": "function", "function": {"name": self.name}}
+
+
+def judged_tools(
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel: bool | None = None,
+) -> ToolUse:
+    """Raises `RequestError` for what is no tool or no choice, for a choice without tools, and for one of a
+    tool that is not there."""
+    if tools is None:
+        if tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools; give some, or leave it out", "tool_choice")
+        return ToolUse()
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools must be a list, got a {type(tools).__name__}", "tools")
+    if not tools:
+        raise RequestError("tools is empty; give at least one, or leave it out", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} tools; at most {MAX_TOOLS}", "tools")
+    names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"tools has two of the name {_shown(twice)}; give each its own", "tools")
+    choice, name = _judged_choice("auto" if tool_choice is None else tool_choice, names)
+    return ToolUse(tuple(map(dict, tools)), choice, name, parallel is not False)
+
+
+def _name_of(tool: object, place: str) -> str:
+    if not isinstance(tool, Mapping):
+        raise RequestError(f"{place} must be an object, got {_shown(tool)}", "tools")
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{place} is of type {_shown(tool['type'])}; there is only function", "tools")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{place}.function must be an object, got {_shown(function)}", "tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{place}.function must have a name, got {_shown(name)}", "tools")
+    if not isinstance(function.get("parameters"), Mapping | bool | None):
+        raise RequestError(f"{place}.function.parameters must be a JSON schema", "tools")
+    if not isinstance(function.get("strict"), bool | None):
+        raise RequestError(f"{place}.function.strict must be true or false", "tools")
+    return name
+
+
+def _judged_choice(
+    choice: str | Mapping[str, Any], names: Sequence[str]
+) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+    match choice:
+        case "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}} | {"function": {"name": str(name)}}:
+            if name not in names:
+                raise RequestError(f"tool_choice names {_shown(name)}, and no tool is called so", "tool_choice")
+            return "named", name
+    raise RequestError(
+        f"tool_choice must be {', '.join(CHOICES)} or {{'type': 'function', 'function': {{'name': ...}}}}, "
+        f"got {_shown(choice)}",
+        "tool_choice",
+    )
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
