@@ -193,6 +193,15 @@ def test_chunks_and_cached_prefixes_of_a_decoder(kernels: str):
         np.testing.assert_allclose(one.outputs.data, other.outputs.data, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("ranks", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}])
+def test_ranks(tmp_path: Path, ranks: dict):
+    """The last stage pools, and asks the head; the tensors that only the head needs hurt nobody."""
+    settings = {"in_process": False, "num_threads": 1, **ranks}
+    with open_llm(write_encoder(tmp_path, labels=("yes",)), **settings) as llm:
+        found = [o.outputs.score for o in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    np.testing.assert_allclose(found, np.ravel(EXPECTED["scores"])[:5], atol=TOLERANCE)
+
+
 def test_layers_that_look_ahead_turn_chunks_and_caching_off(folder: Path, caplog: pytest.LogCaptureFixture):
     """Case B013, of an encoder: its texts are never cut, so a step must hold the longest; said in the log."""
     caplog.set_level(logging.INFO)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from server_toys import Running, is_idle, running, scripted, wait_until
+from server_toys import Running, fake, is_idle, running, scripted, wait_until
 from tiny_encoder import TEXTS, write_encoder
 
 from mainspring.base.config import EngineArgs
@@ -248,6 +249,20 @@ def test_classes(ranker, encoder):
 def test_a_model_that_writes_has_no_head_either():
     with scripted() as server:
         assert "has none; use embed" in server.post("/classify", {"input": "hello"}).error["message"]
+
+
+def test_many_at_once_beside_those_who_write():
+    """Of a core whose model depends on every token: chunks, batches and cached prefixes change no number."""
+    texts = [f"{'word ' * i}number {i}" for i in range(60)]
+    with fake() as server, ThreadPoolExecutor(8) as threads:
+        alone = [embed(server, text)[0] for text in texts[:5]]
+        writing = [threads.submit(server.complete, "hello", max_tokens=40) for _ in range(4)]
+        batches = list(threads.map(lambda _: embed(server, texts), range(4)))
+        assert all(batch == batches[0] for batch in batches)
+        assert batches[0][:5] == alone
+        assert all(len(one.result().json["choices"]) == 1 for one in writing)
+        assert len({json.dumps(vector) for vector in batches[0]}) == len(texts)
+        wait_until(partial(is_idle, server))
 
 
 def test_a_chat_is_rendered_first(tmp_path):

@@ -161,7 +161,7 @@ def share_of(model: Model, place: Place) -> Model:
                 views[names[role]] = View(tensor, own.start, own.stop)
             else:
                 views[names[role]] = _share_of_tensor(tensor, whole_shapes[whole_role], shape, place)
-    return Model(spec, names, views, ignored=frozenset(model.names.values()))
+    return Model(spec, names, views, ignored=model.ignored.union(model.names.values()))
 
 
 def _share_of_tensor(tensor: str, whole: tuple[int, ...], own: tuple[int, ...], place: Place) -> View:

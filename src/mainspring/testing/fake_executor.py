@@ -16,7 +16,7 @@ Rules of a plan
 2. A freed slot was held, a new request enters a slot that is not, every other row's slot is held, no slot has
    two rows.
 3. A row has at least one token and no more than its slot still holds; `sampling_rows` are exactly the rows
-   that end there.
+   that end there, but for those that are pooled.
 4. Block tables reach as far as the row does; no table holds a block twice; the null block and blocks that a
    load is filling are in no reach of a row.
 5. Tables share a block only at one index of one group, with equal texts up to the end of that block.
@@ -270,7 +270,7 @@ class FakeExecutor:
             assert 1 <= count <= len(slot.tokens) - slot.num_computed, (
                 f"rule 3: {count} tokens of {slot.data.request_id}"
             )
-            if end == len(slot.tokens):
+            if end == len(slot.tokens) and slot.data.pooling is None:
                 sampling.append(row)
             for group in range(len(slot.tables)):
                 table = slot.tables[group]
@@ -398,15 +398,17 @@ class FakeExecutor:
         logprobs: dict[int, TokenLogprobs],
         errors: dict[int, str],
     ) -> ModelRunnerOutput:
-        prompt_logprobs = {}
+        prompt_logprobs, pooled = {}, {}
         for row, slot_id in enumerate(plan.slots):
             slot = self.slots[slot_id]
+            if slot.data.pooling is not None and slot.num_computed == len(slot.tokens):
+                pooled[row] = self._logits(slot, slot.num_computed).astype(np.float32)
             if slot.prompt_logprobs and slot.num_computed >= slot.data.num_prompt_tokens:
                 prompt_logprobs[row] = join_logprobs(slot.prompt_logprobs)
                 slot.prompt_logprobs = []
         arrived, failed, self._arrived, self._failed = self._arrived, self._failed, [], []
         tokens = [[sampled[row]] if row in sampled else [] for row in range(plan.num_rows)]
-        return ModelRunnerOutput(tokens, logprobs, prompt_logprobs, errors, arrived, failed)
+        return ModelRunnerOutput(tokens, logprobs, prompt_logprobs, errors, arrived, failed, pooled)
 
     def holds(self, group: int, block: int, history: History, start: int) -> bool:
         """Whether `block` holds what `history` has from position `start` on. For tests."""
