@@ -3,14 +3,15 @@
 Rules.
 1. A request is accepted by the engine before the first byte of a reply is sent, so whatever can be refused is
    refused with a status of its own; after that a failure is the stream's last event but one.
-2. Every stream ends: with `[DONE]`, after an error too. Only a client that has left gets nothing.
+2. Every stream ends: with `[DONE]` or the event that its API ends with, after an error too. Only a client
+   that has left gets nothing.
 3. When a reply is over, in whatever way, nothing of it is left in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple
 
@@ -21,13 +22,21 @@ from starlette.responses import Response
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM, RequestStream
-from mainspring.server.errors import as_api_error
+from mainspring.server.errors import ApiError, as_api_error
 from mainspring.server.http import JSONReply, cancelled, disconnected, encode, while_connected
 from mainspring.server.prompts import TokenPrompt
 from mainspring.server.writing import Writer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Framing(NamedTuple):
+    """How a stream's parts stand on the wire."""
+
+    event: Callable[[Any], bytes]
+    failure: Callable[[ApiError], bytes]  # of a stream that cannot go on
+    end: bytes  # after the last event
 
 
 class Question(NamedTuple):
@@ -49,7 +58,7 @@ async def answer(
     if keep_alive_s is None:
         return JSONReply(await while_connected(request.receive, _whole(llm, question, writer)))
     async with AsyncExitStack() as opened:
-        streams = [await opened.enter_async_context(stream) async for stream in _ask(llm, question)]
+        streams = [await opened.enter_async_context(stream) async for stream in ask(llm, question)]
         return EventStream(streams, opened.pop_all(), writer, keep_alive_s)
 
 
@@ -60,11 +69,11 @@ async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.S
 async def whole_outputs(llm: AsyncLLM, question: Question) -> list[RequestOutput]:
     """The last output of each prompt, in their order."""
     async with AsyncExitStack() as opened:
-        streams = [await opened.enter_async_context(stream) async for stream in _ask(llm, question)]
+        streams = [await opened.enter_async_context(stream) async for stream in ask(llm, question)]
         return [await anext(stream) for stream in streams]
 
 
-async def _ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]:
+async def ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]:
     for prompt in question.prompts:
         yield await llm.add_request(
             question.id,  # of all of them: an abort by it ends all
@@ -84,8 +93,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, streams: list[RequestStream], opened: AsyncExitStack, writer: Writer, keep_alive_s: float
+        self,
+        streams: list[RequestStream],
+        opened: AsyncExitStack,
+        writer: Writer,
+        keep_alive_s: float,
+        framing: Framing | None = None,
     ) -> None:
+        """`opened` is closed at the end, whichever it is; `framing` is that of chats and completions unless
+        another is given."""
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -94,6 +110,7 @@ class EventStream(Response):
         self._opened = opened
         self._writer = writer
         self._keep_alive_s = keep_alive_s
+        self._framing = framing or OPENAI
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -112,16 +129,16 @@ class EventStream(Response):
 
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        writer = self._writer
+        writer, framing = self._writer, self._framing
         try:
             async with aclosing(_merged(self._streams)) as outputs:
                 async for index, output in outputs:
-                    if events := b"".join([event(chunk) for chunk in writer.chunks(index, output)]):
+                    if events := b"".join([framing.event(chunk) for chunk in writer.chunks(index, output)]):
                         await self._send(send, events)
-            rest = b"".join(map(event, writer.last())) + DONE
+            rest = b"".join(map(framing.event, writer.last()))
         except Exception as error:
-            rest = event(as_api_error(error).reply) + DONE
-        await self._send(send, rest, more=False)
+            rest = framing.failure(as_api_error(error))
+        await self._send(send, rest + framing.end, more=False)
 
     async def _send(self, send: Any, events: bytes, more: bool = True) -> None:
         if self._keep_alive_s:
@@ -142,6 +159,14 @@ class EventStream(Response):
 
 def event(data: msgspec.Struct) -> bytes:
     return b"data: %b\n\n" % encode(data)
+
+
+def named_event(name: str, data: msgspec.Struct) -> bytes:
+    """As some APIs have them: with the event's name beside its data."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(data))
+
+
+OPENAI = Framing(event, lambda error: event(error.reply), DONE)
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
