@@ -74,6 +74,24 @@ def completions(client: OpenAI) -> None:
     assert {piece.choices[0].index for piece in pieces} == {0, 1}
 
 
+def embeddings(client: OpenAI) -> None:
+    """The client asks for base64, and reads it, unless floats are asked for."""
+    model = client.models.list().data[0].id
+    texts = ["The capital of France is Paris.", "Paris is France's capital.", "Bread needs yeast."]
+    packed = client.embeddings.create(model=model, input=texts)
+    plain = client.embeddings.create(model=model, input=texts, encoding_format="float")
+    one, two, other = (each.embedding for each in packed.data)
+    for mine, its in zip((one, two, other), plain.data, strict=True):
+        assert max(abs(x - y) for x, y in zip(mine, its.embedding, strict=True)) < 1e-6
+    assert abs(sum(x * x for x in one) - 1.0) < 1e-5
+    assert sum(x * y for x, y in zip(one, two, strict=True)) > sum(
+        x * y for x, y in zip(one, other, strict=True)
+    )
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0
+    [short] = client.embeddings.create(model=model, input="Paris", dimensions=16).data
+    assert len(short.embedding) == 16
+
+
 def errors(client: OpenAI) -> None:
     def refused(kind: type, **wrong: object) -> openai.APIStatusError:
         try:
@@ -117,6 +135,7 @@ given = OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
 synchronous(given)
 structured(given)
 completions(given)
+embeddings(given)
 errors(given)
 asyncio.run(asynchronous(AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)))
 print("openai", openai.__version__)
