@@ -126,6 +126,10 @@ inline Pairs splat_pair(const float* p) {  // the pair in the place of a float
 }
 inline Pairs only_first(Pairs a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
 inline Pairs only_second(Pairs a) { return {_mm512_andnot_si512(_mm512_set1_epi32(0xffff), a.v)}; }
+// Neighbouring numbers as pairs, in the place of eight floats; to nearest, ties to even.
+BF16_TARGET inline void store_pairs(float* p, F32 x) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v));
+}
 // sum + the products of both numbers. Denormal ones, and results, are zeros.
 BF16_TARGET inline F32 dot_pairs(F32 sum, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};

@@ -206,23 +206,24 @@ inline void score_groups(const Strip& strip, const SpanView& span, int first) {
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
-// Scores to weights, in place, or of KVForm::BF16 to pairs of weights, from the same place on; their largest and
-// their sum to the end of the partial result.
+// Scores to weights, in place; their largest and their sum to the end of the partial result.
 void weigh(const Strip& strip, const SpanView& span, int r) {
   const Seen seen = strip.seen[r];
   float* row = strip.weights + r * kSpan;
   const int first = seen.begin / kLanes, end = (seen.end + kLanes - 1) / kLanes;
+  const bool as_they_are = span.form != KVForm::I8 && span.soft_cap == 0.0f;
   F32 top = splat(kLowestScore);
   for (int g = first; g < end; ++g) {
     F32 x = load(row + g * kLanes);
-    if (span.form == KVForm::I8) x = x * load(span.key_scales[g]);
-    if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
     const int begin_lane = seen.begin - g * kLanes, end_lane = seen.end - g * kLanes;
-    if (begin_lane > 0 || end_lane < kLanes) {
+    const bool whole = begin_lane <= 0 && end_lane >= kLanes;
+    if (!as_they_are || !whole) {
+      if (span.form == KVForm::I8) x = x * load(span.key_scales[g]);
+      if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
       const Mask before = begin_lane > 0 ? first_lanes(begin_lane) : 0;
-      x = select(first_lanes(end_lane) & ~before, x, splat(-__builtin_inff()));
+      if (!whole) x = select(first_lanes(end_lane) & ~before, x, splat(-__builtin_inff()));
+      store(row + g * kLanes, x);
     }
-    store(row + g * kLanes, x);
     top = max(top, x);
   }
   const float peak = largest(top);
@@ -231,11 +232,7 @@ void weigh(const Strip& strip, const SpanView& span, int r) {
     F32 weight = exp(load(row + g * kLanes) - splat(peak));
     total = total + weight;
     if (span.form == KVForm::I8) weight = weight * load(span.value_scales[g]);
-    if (span.form == KVForm::BF16) {
-      store_bf16(reinterpret_cast<uint16_t*>(row) + g * kLanes, weight);
-    } else {
-      store(row + g * kLanes, weight);
-    }
+    store(row + g * kLanes, weight);
   }
   float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
   partial[0] = peak;

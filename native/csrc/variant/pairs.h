@@ -44,6 +44,13 @@ BF16_TARGET inline void score_pairs(const Strip& strip, const SpanView& span, in
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
+// A row's weights to pairs of tokens' weights, from the same place on: what is written was read before.
+BF16_TARGET inline void pair_weights(const Strip& strip, int r) {
+  float* row = strip.weights + r * kSpan;
+  const int end = (strip.seen[r].end + kLanes - 1) / kLanes;
+  for (int g = strip.seen[r].begin / kLanes; g < end; ++g) store_pairs(row + g * (kLanes / 2), load(row + g * kLanes));
+}
+
 // Pairs of tokens [2 begin, 2 end), of which every row sees all, or (kRagged) some rows some.
 template <int kR, int kV, bool kRagged>
 BF16_TARGET inline void add_pairs(const Strip& strip, const SpanView& span, int first, int begin, int end,
@@ -115,7 +122,10 @@ BF16_TARGET void attend_paired_strip(const Strip& strip, const SpanView& span) {
   int g = strip.all.begin / kLanes;
   for (; g + kWide <= end_group; g += kWide) score_pairs<kR, kWide>(strip, span, g);
   for (; g < end_group; ++g) score_pairs<kR, 1>(strip, span, g);
-  for (int r = 0; r < kR; ++r) weigh(strip, span, r);
+  for (int r = 0; r < kR; ++r) {
+    weigh(strip, span, r);
+    pair_weights(strip, r);
+  }
   int d = 0;
   for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes) add_paired_values<kR, kWide>(strip, span, d);
   for (; d < span.head_size; d += kLanes) add_paired_values<kR, 1>(strip, span, d);
