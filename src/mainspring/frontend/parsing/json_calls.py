@@ -6,8 +6,8 @@ Rule 2. Outside its strings JSON has no `<`. Arguments that have one are broken 
         tag that ends the call, or no part of it.
 Rule 3. It is a call, and stays one, once a name and the beginning of its arguments have been read, or, in a
         format with tags, the end of an object with a name and no arguments.
-Rule 4. Cost. What lies between two brackets or quotes is passed over by one regular expression, together with
-        whole strings and whole lists and objects with none inside them; a loop in Python sees only the rest.
+Rule 4. Cost. Text in which as many brackets close as open is passed over by one regular expression, strings
+        and all, and a run of brackets by another; a loop in Python sees what is nested deeper.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 NO_ARGUMENTS = "{}"
 
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_FLAT = rf'(?:[^"{{}}\[\]<]++|{_STRING})*+'
-_FLAT_OR_ONE_DEEPER = re.compile(rf'(?:[^"{{}}\[\]<]++|{_STRING}|\{{{_FLAT}\}}|\[{_FLAT}\])*+', re.DOTALL)
+
+
+def _balanced(depth: int) -> str:
+    """A pattern of text outside strings in which as many brackets close as open, up to `depth` in each
+    other. Their kinds do not matter."""
+    inner = rf"|[\[{{]{_balanced(depth - 1)}[\]}}]" if depth else ""
+    return rf'(?:[^"{{}}\[\]<]++|{_STRING}{inner})*+'
+
+
+_BALANCED = re.compile(_balanced(4), re.DOTALL)
+_OPENING = re.compile(r"[\[{]+")
+_CLOSING = re.compile(r"[\]}]+")
 _WORD = re.compile(r"[^\s,;:\"{}\[\]<]*")
 _NAME = re.compile(r"[\w.:/-]*")
 
@@ -62,7 +72,7 @@ class Extent:
 
     def _end_outside(self, text: str, at: int) -> int:
         if self._depth:
-            match = _FLAT_OR_ONE_DEEPER.match(text, at)
+            match = _BALANCED.match(text, at)
             assert match is not None, "it matches nothing at least"
             at = match.end()
             if at == len(text):
@@ -73,12 +83,16 @@ class Extent:
             return at
         if character == '"':
             self._is_in_string = True
-        elif character in "{[":
-            self._depth += 1
-        else:
-            self._depth -= 1
-            self.is_over = not self._depth
-        return at + 1
+            return at + 1
+        if match := _OPENING.match(text, at):
+            self._depth += match.end() - at
+            return match.end()
+        match = _CLOSING.match(text, at)
+        assert match is not None, "nothing else ends what is balanced"
+        num_closed = min(self._depth, match.end() - at)
+        self._depth -= num_closed
+        self.is_over = not self._depth
+        return at + num_closed
 
 
 def value(reader: Reader, emit: Emit) -> Reading[None]:

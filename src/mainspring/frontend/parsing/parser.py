@@ -15,7 +15,8 @@ Rule 3. Nothing is lost. What turns out not to be a call comes out as text, as i
         character that cannot be of one; there reading goes on. Once a call was begun (see the rules of
         `json_calls.py` and `python_calls.py`) it is one: what then stands where nothing may is text.
 Rule 4. The end is the end, whatever made it: it gives what was kept back, and a call that was begun is ended.
-Rule 5. Reasoning comes first or not at all. What looks like a call inside it is reasoning, and reasoning
+Rule 5. A piece costs time in proportion to its length; see `pieces_of`.
+Rule 6. Reasoning comes first or not at all. What looks like a call inside it is reasoning, and reasoning
         whose end does not come is all there is. Tags elsewhere are text.
 """
 
@@ -30,6 +31,13 @@ from mainspring.frontend.parsing.json_calls import named_call, object_call
 from mainspring.frontend.parsing.python_calls import python_call
 from mainspring.frontend.parsing.reader import NotThisForm, Reader, Reading
 from mainspring.frontend.parsing.telling import Telling
+
+PIECE_CHARS = 2048  # some 3 ms of the costliest text, a nested list in Python
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A text that came as a whole, in pieces between which an event loop can do other things."""
+    return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
 
 
 class AnswerParser:

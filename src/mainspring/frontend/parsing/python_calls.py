@@ -23,8 +23,12 @@ from mainspring.frontend.parsing.telling import Telling
 
 _NAME = re.compile(r"[\w.]*")
 _PARAMETER = re.compile(r"\w*")
+_CHARACTER_NAME = re.compile(r"[A-Za-z0-9 ()-]*")
 _NUMBER_OR_WORD = re.compile(r"[\w.+-]*")
-_PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
+_PLAIN = {
+    quote: re.compile(rf"""(?:[^{quote}\\]++|\\[\\'"abfnrtv\n])*+""") for quote in "\"'"
+}  # with simple escapes
+_SIMPLE_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {
     **{"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"},
@@ -88,13 +92,15 @@ def _arguments(reader: Reader, emit: Emit, parameter: str) -> Reading[None]:
         emit(f"{before}{_as_json(parameter)}: ")
         yield from literal(reader, emit)
         before = ", "
-        if (yield from reader.after_space()) == ",":
+        has_comma = (yield from reader.after_space()) == ","
+        if has_comma:
             reader.take(reader.at + 1)
-            yield from reader.after_space()
-        if (yield from reader.peek()) == ")":
+        if (yield from reader.after_space()) == ")":
             reader.take(reader.at + 1)
             emit("}")
             return
+        if not has_comma:
+            raise Untranslatable
         reader.hold()
         try:
             parameter = yield from _parameter(reader)
@@ -182,7 +188,10 @@ def _string(reader: Reader, emit: Emit) -> Reading[None]:
         is_long = True
     plain = _PLAIN[quote]
     while character := (yield from reader.peek()):
-        if character == "\\":
+        match = plain.match(reader.text, reader.at)
+        if match is not None and match.end() > reader.at:
+            emit(_inside(_SIMPLE_ESCAPE.sub(_meaning, reader.take(match.end()))))
+        elif character == "\\":
             reader.take(reader.at + 1)
             emit((yield from _escape(reader)))
         elif character == quote:
@@ -190,13 +199,10 @@ def _string(reader: Reader, emit: Emit) -> Reading[None]:
             if not is_long or (yield from _closes(reader, quote, emit)):
                 emit('"')
                 return
-        elif character == "\n":
-            reader.take(reader.at + 1)
-            emit("\\n")
-        else:
-            match = plain.match(reader.text, reader.at)
-            assert match is not None, "it matches nothing at least"
-            emit(_inside(reader.take(match.end())))
+
+
+def _meaning(escape: re.Match[str]) -> str:
+    return _ESCAPES[escape[1]]
 
 
 def _closes(reader: Reader, quote: str, emit: Emit) -> Reading[bool]:
@@ -229,8 +235,9 @@ def _escape(reader: Reader) -> Reading[str]:
         digits += reader.take(reader.at + 1)
     if len(digits) < _NUM_DIGITS[kind] or int(digits, 16) > 0x10FFFF:
         raise Untranslatable(f"\\{kind}{digits}")
-    # Halves of a pair stay as they are written: JSON joins them.
-    return f"\\u{digits}" if kind == "u" else _inside(chr(int(digits, 16)))
+    code = int(digits, 16)
+    # Halves of a surrogate pair stay escapes: UTF-8 cannot spell them, and JSON joins two of them.
+    return f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else _inside(chr(code))
 
 
 def _octal(reader: Reader, number: int) -> Reading[int]:
@@ -247,16 +254,13 @@ def _named(reader: Reader) -> Reading[str]:
     reader.hold()
     try:
         yield from reader.expect("{")
-        name = yield from reader.run(_UNICODE_NAME)
+        name = yield from reader.run(_CHARACTER_NAME)
         yield from reader.expect("}")
         character = unicodedata.lookup(name)
     except (NotThisForm, KeyError):
         raise Untranslatable("\\N" + reader.release()) from None
     reader.release()
     return _inside(character)
-
-
-_UNICODE_NAME = re.compile(r"[A-Za-z0-9 ()-]*")
 
 
 def _is_hex(character: str) -> bool:
@@ -269,9 +273,4 @@ def _inside(text: str) -> str:
 
 
 def _as_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=not text.isprintable() and _has_half(text))
-
-
-def _has_half(text: str) -> bool:
-    """Whether there is half of a surrogate pair in it, which UTF-8 cannot spell."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    return json.dumps(text, ensure_ascii=False)

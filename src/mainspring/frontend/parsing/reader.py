@@ -121,6 +121,7 @@ class Reader:
         yield from self.expect('"')
         try:
             said: str = json.loads("".join(parts) + '"', strict=False)
+            said.encode()  # half of a surrogate pair is no text
         except ValueError:
             raise NotThisForm from None
         return said
