@@ -79,12 +79,10 @@ def test_flags_of_both_kinds():
     [
         (["--prot", "5"], "unknown flag --prot; did you mean --port?"),
         (["--api-keys", "5"], "unknown flag --api-keys; did you mean --api-key?"),
-        (
-            ["--enable-auto-tool-choice"],
-            "--enable-auto-tool-choice: tools are not supported yet; leave it out",
-        ),
+        (["--tool-server", "x"], "--tool-server: tools are described in requests here"),
+        (["--tool-call-parser", "x"], "tool_call_parser 'x' is not known; there are hermes, qwen, "),
         (["--enable-lora"], "--enable-lora: adapters .LoRA. are not supported yet; leave it out"),
-        (["--reasoning-parser", "x"], "--reasoning-parser is not supported yet; leave it out"),
+        (["--reasoning-parser", "x"], "reasoning_parser 'x' is not known; there are deepseek_r1, qwen3"),
         (["--port", "x"], "--port: expected a whole number"),
         (["--port", "99999"], "port 99999 must be from 0 to 65535"),
         (["a.gguf", "--model", "b.gguf"], "MODEL 'a.gguf' and --model 'b.gguf' differ; give one"),

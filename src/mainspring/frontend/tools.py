@@ -2,9 +2,9 @@
 
     use = judged_tools(tools, tool_choice, parallel_tool_calls)
 
-`tools` are OpenAI's: {"type": "function", "function": {"name", "description", "parameters", "strict"}}, and go
-to the chat template as they are. A choice is none, auto (the model decides), required (one or more calls) or
-{"type": "function", "function": {"name": ...}} (a call of that one).
+`tools` are OpenAI's: {"type": "function", "function": {"name", "description", "parameters", "strict"}}, and
+go to the chat template as they are. A choice is none, auto (the model decides), required (one or more calls)
+or {"type": "function", "function": {"name": ...}} (a call of that one).
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _judged_choice(
             return choice, None
         case {"type": "function", "function": {"name": str(name)}} | {"function": {"name": str(name)}}:
             if name not in names:
-                raise RequestError(f"tool_choice names {_shown(name)}, and no tool is called so", "tool_choice")
+                raise RequestError(
+                    f"tool_choice names {_shown(name)}, and no tool is called so", "tool_choice"
+                )
             return "named", name
     raise RequestError(
         f"tool_choice must be {', '.join(CHOICES)} or {{'type': 'function', 'function': {{'name': ...}}}}, "

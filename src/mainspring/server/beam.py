@@ -26,7 +26,7 @@ REFUSED = (
     *("stream", "stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "best_of"),
     *("logit_bias", "allowed_token_ids", "bad_words", "echo"),
     *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice"),
-    *("guided_grammar", "guided_json_object"),
+    *("guided_grammar", "guided_json_object", "tools", "thinking_token_budget"),
 )
 
 

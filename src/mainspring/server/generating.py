@@ -6,11 +6,10 @@ the server is told to end meanwhile."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,18 +20,18 @@ from mainspring.server.answering import Question, answer
 from mainspring.server.beam import make_search, search_all
 from mainspring.server.chat import ChatWriter
 from mainspring.server.completions import CompletionWriter
+from mainspring.server.conversation import converse
 from mainspring.server.errors import ApiError
 from mainspring.server.http import JSONReply, while_connected
 from mainspring.server.logprobs import TokenNames
-from mainspring.server.prompts import TokenPrompt, chat_prompt, completion_prompts, is_long, truncated
+from mainspring.server.prompts import TokenPrompt, completion_prompts, is_long, off_loop_if
 from mainspring.server.reading import answer_id, data_parallel_rank_of, priority_of, read
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from mainspring.server.sampling import chat_params, completion_params
+from mainspring.server.sampling import completion_params
 from mainspring.server.service import Service
 from mainspring.server.writing import Head, Reporting, Writer
 
-T = TypeVar("T")
 TRACE_HEADERS = ("traceparent", "tracestate")  # W3C's
 LOAD_FORMAT, LOAD = "endpoint-load-metrics-format", "endpoint-load-metrics"  # ORCA's
 MAX_SALT = 128
@@ -43,20 +42,18 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     llm = _generator(service)
     body = await read(service, request, ChatRequest)
     model = service.check_model(body.model)
-    refuse_unsupported(body)
-    params = chat_params(body, service.sampling_defaults, llm.max_model_len)
-    if not body.messages:
-        raise ApiError(400, "messages is empty; give at least one", "messages")
-
-    def render() -> TokenPrompt:
-        return truncated(chat_prompt(body, service.chats), body, llm.max_model_len)
-
-    prompt = await off_loop_if(is_long(body.messages), render)
+    talk = await converse(service, llm, body)
     head = _head(service, request, body, "chatcmpl", model)
     writer = ChatWriter(
-        body, prompt, head, _names(service, body), _reporting(service, body), service.settings.response_role
+        body,
+        talk.prompt,
+        talk.reading,
+        head,
+        _names(service, body),
+        _reporting(service, body),
+        service.settings.response_role,
     )
-    return await _answer(service, llm, request, body, head, [prompt], params, writer)
+    return await _answer(service, llm, request, body, head, [talk.prompt], talk.params, writer)
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -127,10 +124,6 @@ def _generator(service: Service) -> AsyncLLM:
         )
         raise ApiError(400, f"this model {does} texts and cannot generate; send them to {where}", "model")
     return llm
-
-
-async def off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if is_slow else work()
 
 
 def _head(service: Service, request: Request, body: GenerationRequest, prefix: str, model: str) -> Head:

@@ -24,9 +24,9 @@ from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.pooling import cosine, pair_prompt, pair_room, vector_of
 from mainspring.server.answering import whole_outputs
 from mainspring.server.errors import ApiError
-from mainspring.server.generating import make_question, off_loop_if
+from mainspring.server.generating import make_question
 from mainspring.server.http import JSONReply, while_connected
-from mainspring.server.prompts import TokenPrompt, chat_prompt, is_long, needed
+from mainspring.server.prompts import TokenPrompt, chat_prompt, is_long, needed, off_loop_if
 from mainspring.server.reading import answer_id, read
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.replies import (

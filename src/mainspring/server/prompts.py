@@ -3,18 +3,24 @@ long texts, so the endpoints call it off the loop when there is much to read (`i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from mainspring.base.errors import CheckpointError
 from mainspring.base.params import MAX_N
 from mainspring.frontend.chat_template import ChatTemplate
+from mainspring.frontend.manner import AUTO, Manner, manner_of
 from mainspring.frontend.tokenizer import Tokenizer
+from mainspring.frontend.tools import judged_tools
 from mainspring.server.errors import ApiError
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
+T = TypeVar("T")
 MAX_PROMPTS = 1024  # of a request
 TAKEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 LONG_CHARACTERS = 4096  # what takes more than a millisecond or two
 
 
@@ -36,6 +42,20 @@ class Chats(NamedTuple):
     template: ChatTemplate | None  # None where the model has none
     template_kwargs: Mapping[str, Any]
     trust_request_template: bool
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    allows_auto_calls: bool = True
+    specials: frozenset[str] = frozenset()  # texts of the special tokens
+    token_bytes: Callable[[int], bytes] = bytes  # of any token
+
+    def manner(self, request_template: str | None = None) -> Manner:
+        """How the model writes its answers."""
+        source = request_template or ("" if self.template is None else self.template.source)
+        return manner_of(source, self.tool_call_parser, self.reasoning_parser)
+
+
+async def off_loop_if(is_slow: bool, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if is_slow else work()
 
 
 def is_long(value: Any) -> bool:
@@ -145,11 +165,35 @@ def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPromp
     goes_on = bool(body.continue_final_message)
     # `add_generation_prompt` is on unless something else is asked for
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    options = {**chats.template_kwargs, **kwargs}
+    effort = _effort(body.reasoning_effort, template.source) if isinstance(body, ChatRequest) else {}
+    options = {**chats.template_kwargs, **effort, **kwargs}
+    if isinstance(body, ChatRequest | TokenizeRequest) and body.tools is not None:
+        options["tools"] = list(judged_tools(body.tools).tools)
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     text = template.render(messages, begins, goes_on, **options)
     # BOS comes once, from the template or from the tokenizer, whatever `add_special_tokens` says (case B149).
     return TokenPrompt(text, template.encode(tokenizer, messages, begins, goes_on, **options))
+
+
+def _effort(effort: str | None, template: str) -> dict[str, Any]:
+    """As templates want to hear it: how much to reason, and whether at all."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise ApiError(
+            400, f"reasoning_effort must be {', '.join(EFFORTS)}, got {effort[:40]!r}", "reasoning_effort"
+        )
+    reasons = effort != "none"
+    words = {"enable_thinking": reasons, "thinking": reasons, "reasoning_effort": effort}
+    known = {name: value for name, value in words.items() if re.search(rf"\b{name}\b", template)}
+    if not known and (reasons or manner_of(template).reasoning_format is not None):
+        raise ApiError(
+            400,
+            "reasoning_effort: the model's chat template cannot say how much to reason; leave it out"
+            + ("" if reasons else ", or set thinking_token_budget to 0"),
+            "reasoning_effort",
+        )
+    return known
 
 
 def _template(given: str | None, chats: Chats) -> ChatTemplate:

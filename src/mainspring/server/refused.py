@@ -11,17 +11,12 @@ import msgspec
 
 from mainspring.server.errors import ApiError
 
-TOOLS = "tools are not supported yet; leave them out"
-REASONING = "reasoning is not supported yet; leave it out"
+FUNCTIONS = "functions and function_call are old; send tools and tool_choice"
 AUDIO = "audio is not supported: answers are text; leave it out"
 # field -> (values that ask for nothing, what to say)
 FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tools": ((), TOOLS),
-    "tool_choice": (("none", "auto"), "tool_choice needs tools, which are not supported yet; leave it out"),
-    "functions": ((), TOOLS),
-    "function_call": (("none", "auto"), TOOLS),
-    "reasoning_effort": (("none",), REASONING),
-    "thinking_token_budget": ((), REASONING),
+    "functions": ((), FUNCTIONS),
+    "function_call": (("none", "auto"), FUNCTIONS),
     "modalities": ((["text"],), AUDIO),
     "audio": ((), AUDIO),
     "web_search_options": ((), "web search is not supported; leave it out"),

@@ -17,12 +17,16 @@ class CachedTokens(msgspec.Struct):
     multimodal_tokens: int | UnsetType | None = None
 
 
+class CompletionTokens(msgspec.Struct):
+    reasoning_tokens: int  # of the completion's, those that are no answer
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: CachedTokens | UnsetType | None = None
-    completion_tokens_details: UnsetType | None = None
+    completion_tokens_details: CompletionTokens | UnsetType | None = None  # of models that reason
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------
@@ -63,14 +67,27 @@ PromptLogprobsReply = list[dict[str, PromptLogprob] | None]  # by token id; the 
 # -- chats ---------------------------------------------------------------------------------------------------
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str | None
+    content: str | None  # null beside calls or reasoning, where there is none
     refusal: str | None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET  # the same, under its older name
 
 
 class ChatChoice(msgspec.Struct):
@@ -101,9 +118,24 @@ class ChatReply(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET  # what a lenient constraint does not enforce
 
 
+class CalledFunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET  # once, in the call's first
+    arguments: str | UnsetType = UNSET  # what is new
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    id: str | UnsetType = UNSET  # with the name
+    type: Literal["function"] | UnsetType = UNSET  # likewise
+    index: int
+    function: CalledFunctionDelta
+
+
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET  # null beside calls
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same, under its older name
 
 
 class ChatChunkChoice(msgspec.Struct):

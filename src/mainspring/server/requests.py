@@ -123,7 +123,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     early_stopping: bool | None = None  # of a beam search, which ends when it must
     # refused unless they ask for nothing
     logprob_token_ids: list[int] | None = None
-    thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
     watermarking: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
@@ -145,17 +144,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
-    # without effect on an answer
-    include_reasoning: bool | None = None
+    # tools
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # reasoning
+    include_reasoning: bool | None = None  # false: it is left out of the answer
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None  # most tokens of it
+    # without effect on an answer
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
     # refused unless they ask for nothing
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
@@ -166,6 +168,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
+    thinking_token_budget: int | None = None  # refused: only chats have reasoning
     suffix: str | None = None
     prompt_embeds: str | list[str] | None = None
 

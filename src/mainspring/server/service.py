@@ -22,6 +22,7 @@ from mainspring.base.errors import innermost
 from mainspring.base.log import get_logger
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.chat_template import ChatTemplate
+from mainspring.frontend.detokenizer import TokenBytes, special_texts
 from mainspring.server.errors import LOADING_RETRY_AFTER_S, ApiError
 from mainspring.server.metrics import ServerMetrics
 from mainspring.server.prompts import Chats
@@ -65,11 +66,24 @@ class Service:
     def set_ready(self, llm: AsyncLLM, template: ChatTemplate | None) -> None:
         self._llm = llm
         self.sampling_defaults = {**llm.sampling_defaults, **self.settings.sampling_defaults}
+        tokenizer = llm.tokenizer
+        told = (
+            ()
+            if tokenizer is None
+            else (
+                frozenset(special_texts(tokenizer)),
+                TokenBytes(tokenizer, skip_special_tokens=False).__getitem__,
+            )
+        )
         self._chats = Chats(
-            llm.tokenizer,
+            tokenizer,
             template,
             self.settings.default_chat_template_kwargs,
             self.settings.trust_request_chat_template,
+            self.settings.tool_call_parser,
+            self.settings.reasoning_parser,
+            self.settings.enable_auto_tool_choice,
+            *told,
         )
         self.metrics.attach(llm, self.model_names[0])
         if self.phase is Phase.LOADING:

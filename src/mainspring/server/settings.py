@@ -8,6 +8,8 @@ from typing import Any
 
 from mainspring.base.errors import ConfigError
 from mainspring.checkpoint.hf_config import GENERATION
+from mainspring.frontend.manner import AUTO, NONE, manner_of
+from mainspring.frontend.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 32 << 20
@@ -54,6 +56,23 @@ class ServerSettings:
     response_role: str = field(default="assistant", metadata={"help": "role of chat answers"})
     trust_request_chat_template: bool = field(
         default=False, metadata={"help": "may a request bring its own chat template?"}
+    )
+    enable_auto_tool_choice: bool = field(
+        default=True, metadata={"help": "may a model call tools of its own accord?"}
+    )
+    tool_call_parser: str = field(
+        default=AUTO,
+        metadata={
+            "help": f"how the model writes calls of tools: {', '.join(TOOL_FORMATS)}; {AUTO}: as its chat "
+            f"template shows; {NONE}: its calls are text"
+        },
+    )
+    reasoning_parser: str = field(
+        default=AUTO,
+        metadata={
+            "help": f"how the model marks its reasoning: {', '.join(REASONING_FORMATS)}; {AUTO}: as its chat "
+            f"template shows; {NONE}: it is part of the content"
+        },
     )
     default_chat_template_kwargs: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "for templates, where a request says nothing"}
@@ -128,6 +147,10 @@ class ServerSettings:
                 wrong.append(f"{name} {getattr(self, name)} must be 0 seconds or more")
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             wrong.append(f"metrics_prefix {self.metrics_prefix!r} must be letters, digits and _")
+        try:
+            manner_of("", self.tool_call_parser, self.reasoning_parser)
+        except ConfigError as error:
+            wrong.append(str(error))
         if "" in self.api_key:
             wrong.append("api_key is empty; leave it out, or give a key")
         wrong += [

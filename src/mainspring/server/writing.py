@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from mainspring.base.outputs import CompletionOutput, RequestOutput
 from mainspring.server.errors import ApiError
-from mainspring.server.replies import CachedTokens, Usage
+from mainspring.server.replies import CachedTokens, CompletionTokens, Usage
 from mainspring.server.requests import StreamOptions
 
 
@@ -72,7 +72,7 @@ class Tally:
     def usage(
         self,
         cached_tokens: CachedTokens | UnsetType | None = UNSET,
-        completion_details: UnsetType | None = None,
+        completion_details: CompletionTokens | UnsetType | None = None,
     ) -> Usage:
         num_prompt_tokens = sum(self._prompts.values())
         return Usage(
