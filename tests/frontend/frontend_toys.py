@@ -85,7 +85,8 @@ Script = Callable[[EngineCoreRequest], Sequence[int]]
 class ScriptedClient:
     """A core that gives each request the tokens of its script and ends it as the scheduler would.
 
-    `chunk` is how many tokens come in one output. After the script comes the token "." for ever.
+    `chunk` is how many tokens come in one output. After the script comes the token "." for ever. A request
+    that is pooled gets a vector of its length and its first token.
     """
 
     def __init__(
@@ -126,6 +127,11 @@ class ScriptedClient:
         self.is_shut_down = True
 
     def _advance(self, request: EngineCoreRequest, tokens: list[int]) -> EngineCoreOutput:
+        if request.pooling is not None:
+            del self.live[request.request_id]
+            prompt = request.prompt_token_ids
+            vector = np.float32([len(prompt), prompt[0]])
+            return EngineCoreOutput(request.request_id, [], FinishReason.STOP, pooled=vector)
         params, script = request.sampling_params, self.script(request)
         is_first = len(tokens) == len(request.output_token_ids)
         new: list[int] = []

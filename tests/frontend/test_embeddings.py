@@ -17,6 +17,9 @@ from tiny_encoder import CONFIG, TEXTS, write_encoder
 from mainspring import LLM, AsyncLLM, PoolingParams, RequestError, SamplingParams
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import CheckpointError
+from mainspring.base.messages import FinishReason, Pooling
+from mainspring.frontend.input_processor import InputProcessor
+from mainspring.frontend.output_processor import OutputProcessor
 from mainspring.kernels import native
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "encoders" / "pooled_texts.json").read_text())
@@ -320,6 +323,30 @@ def test_files_that_say_what_is_not_understood(tmp_path: Path, damage: dict, wor
     with pytest.raises(CheckpointError, match=words) as refusal:
         open_llm(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+# -- what is kept and counted --------------------------------------------------------------------------------
+
+
+def test_statistics_count_what_is_read(folder: Path):
+    llm = open_llm(folder, disable_log_stats=False)
+    outputs = llm.embed(TEXTS, use_tqdm=False)
+    stats = llm.llm_engine.stats
+    assert stats is not None
+    assert stats.num_prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
+    assert stats.num_generation_tokens == 0
+    assert stats.ends[FinishReason.STOP] == len(TEXTS) == stats.num_begun
+
+
+def test_another_core_is_given_the_same_request(encoder: LLM):
+    """What the journal holds of it: nothing was delivered, so all of it is done again."""
+    inputs = InputProcessor(encoder.llm_engine.facts, 40, encoder.get_tokenizer())
+    outputs = OutputProcessor(encoder.get_tokenizer())
+    _, requests = inputs.process("a", TEXTS[0], PoolingParams(task="embed"))
+    outputs.add_request("a", TEXTS[0], requests)
+    assert outputs.journal() == requests
+    assert requests[0].pooling == Pooling("mean", "normalize")
+    assert requests[0].sampling_params.skip_reading_prefix_cache
 
 
 # -- from an event loop, in a process of its own -------------------------------------------------------------
