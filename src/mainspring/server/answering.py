@@ -86,31 +86,22 @@ async def ask(llm: AsyncLLM, question: Question) -> AsyncIterator[RequestStream]
         )
 
 
-class EventStream(Response):
-    """Server-sent events, written as they come. A reader that is slow gets fewer and longer ones: while it is
-    waited for, the engine's outputs are merged."""
+class ByteStream(Response):
+    """Server-sent events, written as they come. A reader that is slow is waited for."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        streams: list[RequestStream],
-        opened: AsyncExitStack,
-        writer: Writer,
-        keep_alive_s: float,
-        framing: Framing | None = None,
+        self, pieces: AsyncGenerator[bytes, None], opened: AsyncExitStack, keep_alive_s: float
     ) -> None:
-        """`opened` is closed at the end, whichever it is; `framing` is that of chats and completions unless
-        another is given."""
+        """`pieces`: whole events. `opened` is closed at the end, whichever it is."""
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # for proxies that would wait for more
-        self._streams = streams
+        self._pieces = pieces
         self._opened = opened
-        self._writer = writer
         self._keep_alive_s = keep_alive_s
-        self._framing = framing or OPENAI
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -129,16 +120,10 @@ class EventStream(Response):
 
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        writer, framing = self._writer, self._framing
-        try:
-            async with aclosing(_merged(self._streams)) as outputs:
-                async for index, output in outputs:
-                    if events := b"".join([framing.event(chunk) for chunk in writer.chunks(index, output)]):
-                        await self._send(send, events)
-            rest = b"".join(map(framing.event, writer.last()))
-        except Exception as error:
-            rest = framing.failure(as_api_error(error))
-        await self._send(send, rest + framing.end, more=False)
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                await self._send(send, piece)
+        await self._send(send, b"", more=False)
 
     async def _send(self, send: Any, events: bytes, more: bool = True) -> None:
         if self._keep_alive_s:
@@ -155,6 +140,37 @@ class EventStream(Response):
                 await self._send(send, KEEP_ALIVE)
                 silent_s = 0.0
             await asyncio.sleep(self._keep_alive_s - silent_s)
+
+
+class EventStream(ByteStream):
+    """What the engine says. While a slow reader is waited for, outputs are merged: he gets fewer and longer
+    events."""
+
+    def __init__(
+        self,
+        streams: Sequence[RequestStream],
+        opened: AsyncExitStack,
+        writer: Writer,
+        keep_alive_s: float,
+        framing: Framing | None = None,
+    ) -> None:
+        """`framing` is that of chats and completions unless another is given."""
+        super().__init__(_events(streams, writer, framing or OPENAI), opened, keep_alive_s)
+
+
+async def _events(
+    streams: Sequence[RequestStream], writer: Writer, framing: Framing
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(_merged(streams)) as outputs:
+            async for index, output in outputs:
+                if events := b"".join([framing.event(chunk) for chunk in writer.chunks(index, output)]):
+                    yield events
+        rest = b"".join(map(framing.event, writer.last()))
+    except Exception as error:
+        rest = framing.failure(as_api_error(error))
+    if rest := rest + framing.end:
+        yield rest
 
 
 def event(data: msgspec.Struct) -> bytes:
