@@ -39,7 +39,7 @@ SALT_TABOO = set("@/\\\0")
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
-    llm = _generator(service)
+    llm = generator(service)
     body = await read(service, request, ChatRequest)
     model = service.check_model(body.model)
     talk = await converse(service, llm, body)
@@ -57,7 +57,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 async def create_completion(service: Service, request: Request) -> Response:
-    llm = _generator(service)
+    llm = generator(service)
     body = await read(service, request, CompletionRequest)
     model = service.check_model(body.model)
     refuse_unsupported(body)
@@ -115,7 +115,7 @@ def make_question(
     )
 
 
-def _generator(service: Service) -> AsyncLLM:
+def generator(service: Service) -> AsyncLLM:
     """The engine. Raises `ApiError` where its model does not generate."""
     llm = service.llm
     if not llm.facts.can_generate:
