@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mainspring.base.messages import KVCacheConfig, KVCacheSpec
 from mainspring.kernels.ops import Backend, Batch, Floats, Ints, Ops
 from mainspring.models.spec import AttnSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec
 from mainspring.models.weights import rope_handle
 
+Doubles = npt.NDArray[np.float64]
 Greedy = Callable[..., tuple[Ints, Floats]]
+Pick = Callable[[Floats, int], tuple[Ints, Doubles]]
+Choose = Callable[[Floats, Pick], tuple[Ints, Doubles]]
 
 
 class Decoder:
@@ -93,13 +97,33 @@ class Decoder:
         else:
             self.ops.run_rows("chosen", rows, self._own_head)
             ids, values = largest_allowed(self.ops.read("logits"), own_masks)
+        best, best_values = self._best_of_ranks(np.where(ids < 0, ids, ids + begin), values)
+        return best, best_values.astype(np.float32)
+
+    @property
+    def choose(self) -> Choose | None:
+        """(hidden rows [S, hidden], pick) -> ids [S], scores [S]: the best of what `pick` finds among the
+        logits of each rank. None where one rank has all logits.
+
+        pick: (logits [S, own], the token of the first of them) -> ids [S], scores [S] float64.
+        """
+        return None if self.spec.head_size is None else self._choose
+
+    def _choose(self, rows: Floats, pick: Pick) -> tuple[Ints, Doubles]:
+        self.ops.run_rows("chosen", rows, self._own_head)
+        return self._best_of_ranks(*pick(self.ops.read("logits"), self.spec.head_begin))
+
+    def _best_of_ranks(self, ids: Ints, scores: npt.NDArray[Any]) -> tuple[Ints, Doubles]:
+        """Candidates of this rank -> the best of all, the same everywhere."""
         assert self.ops.collectives is not None
-        # Ids are below 2 ** 24, so float32 holds them.
-        own = np.stack([values, np.where(ids < 0, ids, ids + begin).astype(np.float32)], axis=1)
-        found = np.stack(self.ops.collectives.all_gather(own))  # [ranks, rows, 2]
+        # Ids are below 2 ** 24, so float32 holds them; a float64 goes as two of its halves.
+        halves = np.ascontiguousarray(scores, np.float64).view(np.float32).reshape(len(ids), 2)
+        own = np.column_stack([halves, ids.astype(np.float32)])
+        found = np.stack(self.ops.collectives.all_gather(own))  # [ranks, rows, 3]
+        values = np.ascontiguousarray(found[:, :, :2]).view(np.float64)[:, :, 0]
         # The first rank's of equals, which is the lowest id; a NaN is larger than anything.
-        best = found[found[:, :, 0].argmax(axis=0), np.arange(len(rows))]
-        return best[:, 1].astype(np.int32), best[:, 0].copy()
+        best = values.argmax(axis=0), np.arange(len(ids))
+        return found[:, :, 2][best].astype(np.int32), values[best]
 
     @property
     def sampler(self) -> Any | None:

@@ -12,8 +12,9 @@ scheduler may have planned its next rows already, stays in its slot with a fille
 A row that is pooled samples nothing: its hidden states go into its `Pool` at the first call, and the result
 is there when its prompt ends.
 
-Sampling rows are of two classes. A row that is greedy and nothing else, be it under a grammar's mask, is
-left to the model's head where that finds largest logits itself, without keeping any. All others have their
+Sampling rows are of three classes. A row that is greedy and nothing else, be it under a grammar's mask, is
+left to the model's head where that finds largest logits itself, without keeping any. Where ranks share the
+head, a row that is only drawn is drawn by each of them from its share. All others have their
 logits computed, a few rows at a time, so that their memory does not grow with the batch or the chunk, and
 handed to the sampler.
 """
@@ -47,7 +48,7 @@ from mainspring.worker.sampler import (
     concatenated,
     greedy_rows,
 )
-from mainspring.worker.sampling_rules import SamplingError
+from mainspring.worker.sampling_rules import SamplingError, draw_candidates
 from mainspring.worker.stages import Stages
 
 FloatArray = npt.NDArray[np.float32]
@@ -111,6 +112,7 @@ class ModelRunner:
         rows = getattr(model, "sampler", None)
         self._sampler: Sampler = NumpySampler() if rows is None else NativeSampler(rows)
         self._find_largest: GreedyHead | None = getattr(model, "greedy", None)
+        self._choose = getattr(model, "choose", None)
         self._batch: InputBatch | None = None
         self._parked: _Parked | None = None
 
@@ -194,9 +196,13 @@ class ModelRunner:
         if self._find_largest is None:
             return [(np.arange(len(slots)), self._sample_logits)]
         in_head = self.batch.num_tokens[slots] >= self.batch.greedy_from[slots]
+        drawn = np.zeros(len(slots), bool)
+        if self._choose is not None:
+            drawn[:] = [self.batch.at(slot).sampling.draws_simply for slot in slots.tolist()]
         classes: list[tuple[npt.NDArray[np.intp], _SampleRows]] = [
             (np.flatnonzero(in_head), self._sample_in_head),
-            (np.flatnonzero(~in_head), self._sample_logits),
+            (np.flatnonzero(drawn), self._sample_shares),
+            (np.flatnonzero(~in_head & ~drawn), self._sample_logits),
         ]
         return [(part, sample) for part, sample in classes if len(part)]
 
@@ -205,6 +211,16 @@ class ModelRunner:
     ) -> SampledRows:
         assert self._find_largest is not None
         return greedy_rows(*self._find_largest(hidden, masks))
+
+    def _sample_shares(
+        self, hidden: FloatArray, slots: npt.NDArray[np.intp], masks: list[Any]
+    ) -> SampledRows:
+        """Every rank draws from its share of the logits, and the best of these candidates is the token."""
+        assert self._choose is not None
+        states = [self.batch.at(slot).sampling for slot in slots.tolist()]
+        return greedy_rows(
+            *self._choose(hidden, lambda logits, first: draw_candidates(logits, first, states, masks))
+        )
 
     def _sample_logits(
         self, hidden: FloatArray, slots: npt.NDArray[np.intp], masks: list[Any]

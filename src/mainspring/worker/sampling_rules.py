@@ -35,6 +35,7 @@ are the same on every platform; the two logarithms, in float64, may differ in th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -174,6 +175,38 @@ def _draw_filtered(row: FloatArray, best: int, state: SamplingState) -> int:
     if ids is None:
         return gumbel_argmax(logits, None, state.seed, state.position)
     return int(ids[gumbel_argmax(logits[ids], ids, state.seed, state.position)])
+
+
+def draw_candidates(
+    logits: FloatArray,
+    first_id: int,
+    states: Sequence[SamplingState],
+    masks: Sequence[npt.NDArray[np.int32] | None],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    """What a rank that has a share of the vocabulary would draw for requests that `draws_simply`, and with
+    what score: the best of all ranks' is what one rank would have drawn from all logits.
+
+    logits [rows, share], of tokens first_id, first_id + 1, ...; masks: of the whole vocabulary, or empty. A
+    score that is not finite says that there is no candidate: -inf where none is allowed, else what the model
+    computed.
+    """
+    ids = np.full(len(states), -1, np.int32)
+    scores = np.full(len(states), -np.inf)
+    tokens = np.arange(first_id, first_id + logits.shape[1])
+    for index, state in enumerate(states):
+        row, mask = logits[index], masks[index] if masks else None
+        largest = float(row[row.argmax()])
+        if not largest < math.inf:
+            scores[index] = largest
+            continue
+        row = row if mask is None else masked(row, mask[first_id // 32 :])
+        with np.errstate(over="ignore"):
+            scaled = row / np.float32(state.temperature)
+        best = gumbel_argmax(scaled, tokens, state.seed, state.position)
+        if row[best] > _NEG_INF:
+            noise = gumbel(noise_bits(_multiply(tokens[best : best + 1]), state.seed, state.position))
+            ids[index], scores[index] = tokens[best], scaled[best] + noise[0]
+    return ids, scores
 
 
 def surviving_ids(

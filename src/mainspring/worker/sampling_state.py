@@ -120,6 +120,14 @@ class SamplingState:
         return self.stops_from if len(self.stop_ids) else 0
 
     @property
+    def draws_simply(self) -> bool:
+        """All there is to do, from now on, is to draw among what the grammar allows: no filter needs to see
+        all logits, and nobody wants to."""
+        filters = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        wants = self.edits_logits or self.num_logprobs is not None
+        return self.temperature > 0 and not filters and not wants
+
+    @property
     def stops_from(self) -> int:
         """Before it, min_tokens forbids the stop ids."""
         return min(NEVER, self.num_prompt_tokens + self.min_tokens)
