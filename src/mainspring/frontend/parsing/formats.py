@@ -45,7 +45,6 @@ class ToolFormat:
     begin: str = ""
     end: str = ""
     is_bare: bool = False
-    has_special_tags: bool = False  # the tags are control tokens: they must not be left out of the text
     called: str = ""  # by ARGUMENTS
 
 
@@ -56,7 +55,6 @@ class ReasoningFormat:
     name: str
     begin: str = "<think>"
     end: str = "</think>"
-    has_special_tags: bool = False
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a template has written the first tag already. A template that forbids reasoning writes
@@ -71,13 +69,11 @@ LLAMA3_JSON = ToolFormat(
     name="llama3_json",
     begin="<|python_tag|>",
     is_bare=True,
-    has_special_tags=True,
     forms=(Form(Call.OBJECT, separator=";"),),
 )
 MISTRAL = ToolFormat(
     name="mistral",
     begin="[TOOL_CALLS]",
-    has_special_tags=True,
     forms=(_LIST_OF_OBJECTS, Form(Call.OBJECT, separator=","), Form(Call.NAMED)),
 )
 PYTHONIC = ToolFormat(name="pythonic", is_bare=True, forms=(Form(Call.PYTHON, "[", ",", "]"),))
