@@ -158,3 +158,27 @@ def test_what_a_model_is_wanted_for(settings: dict, can_generate: bool, labels: 
         return
     with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(EngineArgs(**settings), facts, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "there is one: set tensor_parallel_size or data_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "there is one: set tensor_parallel_size or data_parallel_size"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 4},
+            "ranks of one kind: set tensor_parallel_size 2 and pipeline_parallel_size 1, "
+            "or data_parallel_size 4, to 1",
+        ),
+    ],
+)
+def test_experts_are_spread_over_ranks_of_one_kind(settings: dict[str, int], said: str) -> None:
+    assert refusals(**settings, enable_expert_parallel=True) == [
+        f"enable_expert_parallel spreads experts over {'ranks, and ' if 'there' in said else ''}{said}"
+    ]
+
+
+def test_expert_parallel_is_decided() -> None:
+    for ranks in ("tensor_parallel_size", "data_parallel_size"):
+        assert decide(**{ranks: 2}, enable_expert_parallel=True).enable_expert_parallel
+    assert not decide(tensor_parallel_size=2).enable_expert_parallel

@@ -35,7 +35,6 @@ VLLM_ARGUMENTS = {
             "cpu_offload_gb",
             "device",
             "disable_sliding_window",
-            "enable_expert_parallel",
             "enable_lora",
             "enable_prompt_embeds",
             "enable_sleep_mode",
@@ -231,6 +230,10 @@ class EngineArgs:
     data_parallel_size: int = field(
         default=1, metadata={"help": "engines side by side, each with the whole model (AsyncLLM, serve)"}
     )
+    enable_expert_parallel: bool = field(
+        default=False,
+        metadata={"help": "each rank has experts of its own, whole ones, instead of a part of each"},
+    )
     data_parallel_routing: Literal["load", "prefix"] = field(
         default="load",
         metadata={
@@ -352,6 +355,7 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reasons: dict[str, str] = {}  # of automatic choices, for people
     tensor_parallel_size: int = 1  # ranks that share every layer
     pipeline_parallel_size: int = 1  # stages of layers
+    enable_expert_parallel: bool = False
     collectives: str = "pipes"
     num_local_engines: int = 1  # that share this machine
     data_parallel: DataParallelRank | None = None  # where ranks step together
@@ -502,6 +506,17 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
+    dp = args.data_parallel_size
+    require(
+        not args.enable_expert_parallel or tp * dp > 1,
+        "enable_expert_parallel spreads experts over ranks, and there is one: set tensor_parallel_size or "
+        "data_parallel_size",
+    )
+    require(
+        not args.enable_expert_parallel or dp == 1 or tp * pp == 1,
+        f"enable_expert_parallel spreads experts over ranks of one kind: set tensor_parallel_size {tp} and "
+        f"pipeline_parallel_size {pp}, or data_parallel_size {dp}, to 1",
+    )
     executor = args.executor
     if executor == "uniproc" and (tp * pp > 1 or args.distributed_executor_backend == "mp"):
         executor = "multiproc"
@@ -543,6 +558,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         reasons=reasons,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
+        enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives,
         num_local_engines=args.data_parallel_size,
     )

@@ -95,7 +95,7 @@ GROUPS = {
     ),
     "parallel": (
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "collectives"),
-        *("data_parallel_routing",),
+        *("data_parallel_routing", "enable_expert_parallel"),
         *("distributed_executor_backend", "executor", "in_process"),
     ),
     ENGINE: (),

@@ -102,7 +102,12 @@ def _ways_to_start(
 
     def start(config: Callable[[], EngineConfig]) -> CoreGroup:
         configs = [_once(config)] * args.data_parallel_size
-        return CoreGroup(configs, shutdown_timeout_s=timeout_s, given_up=given_up)
+        return CoreGroup(
+            configs,
+            shutdown_timeout_s=timeout_s,
+            given_up=given_up,
+            lockstep=args.enable_expert_parallel,
+        )
 
     return start, partial(DPLBAsyncMPClient, routing=args.data_parallel_routing)
 

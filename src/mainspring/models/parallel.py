@@ -81,6 +81,8 @@ ALONE = Place()
 def check_divisible(spec: ModelSpec, place: Place) -> None:
     """Raises `ConfigError` with the numbers where ranks would not get equal shares."""
     num_ranks, num_layers = place.tensor_parallel_size, len(spec.layers)
+    if place.expert_parallel or place.num_expert_ranks > 1:
+        _check_experts(spec, place)
     if place.pipeline_parallel_size > num_layers:
         raise ConfigError(
             f"pipeline_parallel_size {place.pipeline_parallel_size} must be at most {num_layers}, the "
@@ -88,6 +90,17 @@ def check_divisible(spec: ModelSpec, place: Place) -> None:
         )
     for layer in spec.layers if num_ranks > 1 else ():
         _check_layer(layer, place)
+
+
+def _check_experts(spec: ModelSpec, place: Place) -> None:
+    counts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+    if not counts:
+        raise ConfigError("enable_expert_parallel: this model has no experts; leave it out")
+    if place.num_expert_ranks > min(counts):
+        raise ConfigError(
+            f"data_parallel_size {place.num_expert_ranks} must be at most {min(counts)}, the experts of "
+            "the model"
+        )
 
 
 def _check_layer(layer: LayerSpec, place: Place) -> None:
