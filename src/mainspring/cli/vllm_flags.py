@@ -26,7 +26,7 @@ NO_EFFECT_VALUES = (
 )
 NO_EFFECT_SWITCHES = (
     *("disable-cascade-attn", "disable-custom-all-reduce", "disable-frontend-multiprocessing"),
-    *("disable-log-requests", "enable-expert-parallel", "enable-log-requests", "enable-per-request-metrics"),
+    *("disable-log-requests", "enable-log-requests", "enable-per-request-metrics"),
     *("enable-request-id-headers", "enable-server-load-tracking", "enable-sleep-mode", "numa-bind"),
     *("use-tqdm-on-load",),
 )
