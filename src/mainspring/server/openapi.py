@@ -22,7 +22,7 @@ REFERENCE = "#/components/schemas/{name}"
 MEANINGS = {
     400: "The request is wrong; the error names the field.",
     401: "A key is needed.",
-    404: "The model is not served here.",
+    404: "There is no such model or response here.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     500: "The answer failed.",
@@ -69,7 +69,7 @@ def _operation(entry: Entry, references: dict[Any, Any], needs_key: bool) -> dic
     if entry.takes is not None:
         found["requestBody"] = {"required": True, "content": _json(references[entry.takes])}
     if "{" in entry.path:
-        name = entry.path.partition("{")[2].rstrip("}")
+        name = re.sub(r".*\{|\}.*", "", entry.path)
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if needs_key and entry.needs_key:
         found["security"] = [{"bearer": []}, {"key": []}]

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.server import generating, informing, pooling, steering
+from mainspring.server import generating, informing, pooling, responses, steering
 from mainspring.server.errors import ApiError
 from mainspring.server.replies import (
     ChatChunk,
@@ -42,6 +42,13 @@ from mainspring.server.requests import (
     ScoreRequest,
     TokenizeRequest,
 )
+from mainspring.server.responses_types import (
+    Deleted,
+    InputItemList,
+    ResponseEvent,
+    ResponsesReply,
+    ResponsesRequest,
+)
 from mainspring.server.service import Service
 from mainspring.server.settings import ServerSettings
 
@@ -49,7 +56,7 @@ MAX_SHOWN = 200  # characters of a path
 
 
 class Entry(NamedTuple):
-    """A path; its last part may be a name in braces, which has slashes."""
+    """A path; one part of it may be a name in braces, which may have slashes."""
 
     method: str
     path: str
@@ -64,6 +71,7 @@ class Entry(NamedTuple):
 
 work = partial(Entry, is_work=True)
 open_to_all = partial(Entry, needs_key=False)
+RESPONSE = "/v1/responses/{response_id}"
 steer = partial(Entry, fails=(400, 500, 503))
 
 ENTRIES = [
@@ -78,6 +86,21 @@ ENTRIES = [
         (CompletionReply, CompletionChunk),
     ),
     work("POST", "/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, (EmbeddingReply,)),
+    work(
+        "POST",
+        "/v1/responses",
+        responses.create_response,
+        ResponsesRequest,
+        (ResponsesReply, ResponseEvent),
+    ),
+    Entry(
+        "GET", RESPONSE, responses.retrieve_response, None, (ResponsesReply, ResponseEvent), fails=(400, 404)
+    ),
+    Entry("DELETE", RESPONSE, responses.delete_response, None, (Deleted,), fails=(404,)),
+    Entry("POST", f"{RESPONSE}/cancel", responses.cancel_response, None, (ResponsesReply,), fails=(400, 404)),
+    Entry(
+        "GET", f"{RESPONSE}/input_items", responses.list_input_items, None, (InputItemList,), fails=(400, 404)
+    ),
     *(
         work("POST", path, pooling.create_scores, ScoreRequest, (ScoreReply,))
         for path in ("/score", "/v1/score")
@@ -132,21 +155,26 @@ class Routes:
 
     def __init__(self, served: Iterable[Entry]) -> None:
         self._exact: dict[str, dict[str, Entry]] = {}  # by path, by method
-        self._below: dict[str, dict[str, Entry]] = {}  # the same, by what stands before the name
+        self._around: dict[tuple[str, str], dict[str, Entry]] = {}  # the same, by what stands around the name
         for entry in served:
-            before, brace, _ = entry.path.partition("{")
-            methods = (self._below if brace else self._exact).setdefault(before, {})
+            before, brace, rest = entry.path.partition("{")
+            if brace:
+                methods = self._around.setdefault((before, rest.partition("}")[2]), {})
+            else:
+                methods = self._exact.setdefault(entry.path, {})
             methods[entry.method] = entry
             if entry.method == "GET":
                 methods["HEAD"] = entry
+        # A path may fit two: the later one goes first, and then what stands after the name is no part of it.
+        self._around = dict(sorted(self._around.items(), key=lambda pair: len(pair[0][1])))
 
     def find(self, method: str, path: str) -> tuple[Entry, dict[str, str]]:
         """And the name in the path, by its own name. Raises `ApiError` (404 or 405)."""
         methods, name = self._exact.get(path), None
         if methods is None:
-            for before, known in self._below.items():
-                if path.startswith(before) and len(path) > len(before):
-                    methods, name = known, path.removeprefix(before)
+            for (before, after), known in self._around.items():
+                if path.startswith(before) and path.endswith(after) and len(path) > len(before + after):
+                    methods, name = known, path.removeprefix(before).removesuffix(after)
         if methods is None:
             raise ApiError(404, f"there is nothing at {path[:MAX_SHOWN]}")
         entry = methods.get(method)
@@ -157,4 +185,9 @@ class Routes:
                 f"{method} is not possible at {path[:MAX_SHOWN]}, only {allowed}",
                 headers={"allow": allowed},
             )
-        return entry, {} if name is None else {entry.path.partition("{")[2].rstrip("}"): name}
+        return entry, {} if name is None else {named_part(entry.path): name}
+
+
+def named_part(path: str) -> str:
+    """The name in braces."""
+    return path.partition("{")[2].partition("}")[0]

@@ -26,6 +26,7 @@ from mainspring.frontend.detokenizer import TokenBytes, special_texts
 from mainspring.server.errors import LOADING_RETRY_AFTER_S, ApiError
 from mainspring.server.metrics import ServerMetrics
 from mainspring.server.prompts import Chats
+from mainspring.server.responses_store import ResponseStore
 from mainspring.server.settings import ServerSettings
 
 logger = get_logger(__name__)
@@ -59,6 +60,7 @@ class Service:
         self._ailment: str | None = None  # what the last round trip found
         self._warned: set[str] = set()
         self.metrics = ServerMetrics(settings.metrics_prefix)
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self.describe: Callable[[], dict[str, Any]] = dict  # the API's document: see `openapi.py`
 
     # --- phases ---------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ class Service:
             self._ailment = str(error)
 
     async def close(self) -> None:
+        await self.responses.close()
         if self._round_trip is not None:
             self._round_trip.cancel()
             await asyncio.gather(self._round_trip, return_exceptions=True)

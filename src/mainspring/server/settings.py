@@ -112,6 +112,12 @@ class ServerSettings:
         default=0.0,
         metadata={"help": "seconds for requests to finish after SIGTERM; what is left is aborted"},
     )
+    max_stored_responses: int = field(
+        default=1000, metadata={"help": "how many answers of /v1/responses are kept; 0: none"}
+    )
+    max_stored_response_bytes: int = field(
+        default=64 << 20, metadata={"help": "how many bytes of conversations they may be, as JSON"}
+    )
     sse_keep_alive_interval: float = field(
         default=0.0, metadata={"help": "seconds after which a silent stream says so; 0: never"}
     )
@@ -139,6 +145,9 @@ class ServerSettings:
             wrong.append("give uds or host, not both")
         if self.max_request_bytes < 1:
             wrong.append(f"max_request_bytes {self.max_request_bytes} must be at least 1")
+        for name in ("max_stored_responses", "max_stored_response_bytes"):
+            if getattr(self, name) < 0:
+                wrong.append(f"{name} {getattr(self, name)} must be 0 or more")
         for name in ("request_timeout", "health_timeout"):
             if not getattr(self, name) > 0:
                 wrong.append(f"{name} {getattr(self, name)} must be above 0 seconds")
