@@ -74,6 +74,12 @@ def differences(theirs: object, ours: object, path: str = "") -> list[str]:
 def parts(text: str) -> list[object]:
     """Of a stream's text. Asserts the framing, the end included."""
     frames = text.split("\n\n")
+    if text.startswith("event: "):  # an API whose events have names
+        assert frames.pop() == ""
+        named = [re.fullmatch("event: (.+)\ndata: ({.+})", frame) for frame in frames]
+        found = [(frame[1], json.loads(frame[2])) for frame in named]
+        assert all(data["type"] == name for name, data in found)
+        return [data for _, data in found]
     assert frames[-2:] == ["data: [DONE]", ""]
     assert all(frame.startswith("data: {") for frame in frames[:-2])
     return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
@@ -104,8 +110,12 @@ def compare(pair: dict, reply: Reply) -> list[str]:
 
 
 def ends(body: object) -> list[object]:
-    choices = body.get("choices", []) if isinstance(body, dict) else []
-    return [(choice["index"], choice["finish_reason"], choice.get("stop_reason")) for choice in choices]
+    """How it ended; of an event, which one it is."""
+    if not isinstance(body, dict):
+        return []
+    choices = body.get("choices", [])
+    found = [(choice["index"], choice["finish_reason"], choice.get("stop_reason")) for choice in choices]
+    return found + [body[name] for name in ("type", "status", "incomplete_details") if name in body]
 
 
 def differing(theirs: list, ours: list) -> list[str]:
