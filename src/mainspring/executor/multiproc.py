@@ -39,10 +39,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mainspring.base import errors
 from mainspring.base.children import python_path
 from mainspring.base.config import EngineConfig
-from mainspring.base.errors import ConfigError, EngineDeadError, EngineError, innermost
+from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, EngineError, innermost
 from mainspring.base.messages import (
     Command,
     CommandResult,
@@ -84,6 +83,9 @@ GATHER_S = 0.5  # for the causes of others, after the first failure
 # than a core's process is given to end (`engine/launch.py`), or a stopped worker would outlive it.
 END_S, TERM_S = 2.5, 1.0
 PEER_GONE = "PeerGoneError"
+USERS_MISTAKES: dict[str, type[EngineError]] = {
+    kind.__name__: kind for kind in (ConfigError, CheckpointError)
+}
 
 
 def _execute_timeout_s() -> float:
@@ -410,9 +412,8 @@ def _as_failure(rank: _Rank, last_words: Failed | None) -> _Failure:
     kind, cause = last_words.kind, last_words.cause
     if kind.endswith("MemoryError"):  # numpy has one of its own
         return _Failure(MemoryError, cause)
-    known = getattr(errors, kind, EngineDeadError)
-    if issubclass(known, EngineError) and known is not EngineDeadError:
-        return _Failure(known, cause)
+    if kind in USERS_MISTAKES:
+        return _Failure(USERS_MISTAKES[kind], cause)
     return _Failure(EngineDeadError, f"worker {rank.number}: {cause}")
 
 

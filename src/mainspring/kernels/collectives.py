@@ -16,6 +16,7 @@ Invariant: an array that is given is complete float32 rows; those of all ranks h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -148,6 +149,9 @@ class TorchCollectives:
     """`torch.distributed` with one process per rank; all ranks of the world make theirs at the same time.
 
     address: `tcp://host:port` of rank 0. Raises `ConfigError` where torch is not installed.
+
+    Gloo's sends last until the other side receives. Ours do not, as with pipes: a stage that gives tokens
+    back must not wait for one that reads them in a later step only.
     """
 
     def __init__(
@@ -171,6 +175,7 @@ class TorchCollectives:
         distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
         self._group: Any = None
         self._group_size = 1
+        self._sending: deque[Any] = deque()  # in order; each holds what it sends
         self._widths: dict[int, list[int]] = {}  # of all the group's rows, by the width of one's own
         for ranks in groups:  # every rank makes every group
             group = distributed.new_group(list(ranks))
@@ -178,51 +183,59 @@ class TorchCollectives:
                 self._group, self._group_size = group, len(ranks)
 
     def all_reduce(self, x: Floats) -> None:
-        self._distributed.all_reduce(self._torch.from_numpy(x), group=self._group)
+        self._do("all_reduce", self._torch.from_numpy(x), group=self._group)
 
     def all_gather(self, x: Floats) -> list[Floats]:
         widths = self._widths.get(x.shape[1]) or self._learn_widths(x.shape[1])
         padded = np.zeros((len(x), max(widths)), np.float32)
         padded[:, : x.shape[1]] = x
         parts = [self._torch.empty(padded.shape) for _ in widths]
-        self._distributed.all_gather(parts, self._torch.from_numpy(padded), group=self._group)
+        self._do("all_gather", parts, self._torch.from_numpy(padded), group=self._group)
         return [part.numpy()[:, :width] for part, width in zip(parts, widths, strict=True)]
 
     def _learn_widths(self, width: int) -> list[int]:
         own = self._torch.tensor([width])
         all_widths = [self._torch.empty_like(own) for _ in range(self._group_size)]
-        self._distributed.all_gather(all_widths, own, group=self._group)
+        self._do("all_gather", all_widths, own, group=self._group)
         self._widths[width] = [int(each) for each in all_widths]
         return self._widths[width]
 
     def all_gather_rows(self, x: Floats) -> list[Floats]:
         own = self._torch.tensor([len(x)])
         counts = [self._torch.empty_like(own) for _ in range(self._group_size)]
-        self._distributed.all_gather(counts, own, group=self._group)
+        self._do("all_gather", counts, own, group=self._group)
         lengths = [int(count) for count in counts]
         padded = np.zeros((max(lengths), x.shape[1]), np.float32)
         padded[: len(x)] = x
         parts = [self._torch.empty(padded.shape) for _ in lengths]
-        self._distributed.all_gather(parts, self._torch.from_numpy(padded), group=self._group)
+        self._do("all_gather", parts, self._torch.from_numpy(padded), group=self._group)
         return [part.numpy()[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def reduce_rows(self, parts: list[Floats]) -> Floats:
         whole = np.concatenate(parts)
-        self._distributed.all_reduce(self._torch.from_numpy(whole), group=self._group)
+        self._do("all_reduce", self._torch.from_numpy(whole), group=self._group)
         place = self._distributed.get_rank(self._group)
         begin = sum(len(part) for part in parts[:place])
         return whole[begin : begin + len(parts[place])]
 
     def send(self, x: Floats, rank: int) -> None:
-        self._distributed.send(self._torch.from_numpy(np.ascontiguousarray(x)), rank)
+        while self._sending and self._sending[0].is_completed():
+            self._sending.popleft()
+        self._sending.append(self._do("isend", self._torch.from_numpy(x.copy(order="C")), rank))
 
     def recv(self, x: Floats, rank: int) -> None:
         if x.flags.c_contiguous:
-            self._distributed.recv(self._torch.from_numpy(x), rank)
+            self._do("recv", self._torch.from_numpy(x), rank)
             return
         received = np.empty(x.shape, np.float32)
-        self._distributed.recv(self._torch.from_numpy(received), rank)
+        self._do("recv", self._torch.from_numpy(received), rank)
         x[...] = received
 
     def close(self) -> None:
         self._distributed.destroy_process_group()
+
+    def _do(self, name: str, *args: Any, **more: Any) -> Any:
+        try:
+            return getattr(self._distributed, name)(*args, **more)
+        except RuntimeError as error:  # as it calls a connection that has closed
+            raise PeerGoneError(f"a rank is gone ({name}: {str(error).splitlines()[0]})") from error
