@@ -70,6 +70,7 @@ class TwoLetters:
     eos_token_ids = (EOS, END)
     special_ids = frozenset({EOS, END})
     chat_template = None
+    adds_space = False
 
     def token_bytes(self, token_id: int) -> bytes:
         special = {EOS: b"<eos>", END: b"<end>"}
