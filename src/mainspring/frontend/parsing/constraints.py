@@ -35,7 +35,6 @@ from mainspring.frontend.parsing.formats import (
     ToolFormat,
     named,
 )
-from mainspring.grammar.check import check_structured_outputs
 from mainspring.grammar.schema import prepare_schema
 from mainspring.grammar.words import GrammarError, shown
 
@@ -260,6 +259,8 @@ def _as_tag(node: Node) -> StructuredOutputsParams:
 
 def _check(asked: StructuredOutputsParams, tools: Sequence[Tool]) -> None:
     """Raises `RequestError` with the tool that is at fault."""
+    from mainspring.grammar.check import check_structured_outputs  # the library is large
+
     try:
         check_structured_outputs(asked)
     except RequestError as whole:

@@ -18,7 +18,7 @@ import re
 import unicodedata
 
 from mainspring.frontend.parsing.json_calls import NO_ARGUMENTS
-from mainspring.frontend.parsing.reader import Emit, NotThisForm, Reader, Reading
+from mainspring.frontend.parsing.reader import SPACE, Emit, NotThisForm, Reader, Reading
 from mainspring.frontend.parsing.telling import Telling
 
 _NAME = re.compile(r"[\w.]*")
@@ -87,20 +87,22 @@ def _parameter(reader: Reader) -> Reading[str]:
 
 def _arguments(reader: Reader, emit: Emit, parameter: str) -> Reading[None]:
     """Of `f(x=1, y=2)` all behind `x=`. Raises `Untranslatable`."""
-    before = "{"
+    emit("{")
     while True:
-        emit(f"{before}{_as_json(parameter)}: ")
+        emit(f"{_as_json(parameter)}: ")
         yield from literal(reader, emit)
-        before = ", "
-        has_comma = (yield from reader.after_space()) == ","
+        space = yield from reader.run(SPACE)
+        has_comma = (yield from reader.peek()) == ","
         if has_comma:
             reader.take(reader.at + 1)
-        if (yield from reader.after_space()) == ")":
+        character = yield from reader.after_space()
+        if character == ")":
             reader.take(reader.at + 1)
             emit("}")
             return
-        if not has_comma:
-            raise Untranslatable
+        if not has_comma or not character:
+            raise Untranslatable(space)
+        emit(", ")
         reader.hold()
         try:
             parameter = yield from _parameter(reader)
@@ -127,14 +129,17 @@ def literal(reader: Reader, emit: Emit) -> Reading[None]:
             open_until.append(closing)
             comma, is_key = "", closing == "}"
             continue
+        elif not character:
+            raise Untranslatable
         else:
             emit(comma)
             yield from _scalar(reader, emit, is_key)
         while open_until:
-            character = yield from reader.after_space()
+            space = yield from reader.run(SPACE)
+            character = yield from reader.peek()
             if is_key:
                 if character != ":":
-                    raise Untranslatable
+                    raise Untranslatable(space)
                 reader.take(reader.at + 1)
                 emit(": ")
                 comma, is_key = "", False
@@ -144,7 +149,7 @@ def literal(reader: Reader, emit: Emit) -> Reading[None]:
                 comma, is_key = ", ", open_until[-1] == "}"
                 break
             if character != open_until[-1]:
-                raise Untranslatable
+                raise Untranslatable(space)
             reader.take(reader.at + 1)
             emit(_CLOSINGS[open_until.pop()])
         if not open_until:

@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]  # what reads: yields for more, returns its result
 Emit = Callable[[str], None]  # where a text goes
 
-_SPACE = re.compile(r"\s*")
+SPACE = re.compile(r"\s*")
 IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # as far as whole escapes go
 
 
@@ -97,11 +97,7 @@ class Reader:
 
     def after_space(self) -> Reading[str]:
         """Takes white space, and peeks."""
-        while (yield from self.peek()):
-            match = _SPACE.match(self.text, self.at)
-            if match is None or match.end() == self.at:
-                break
-            self.take(match.end())
+        yield from self.run(SPACE)
         return (yield from self.peek())
 
     def json_string(self) -> Reading[str]:
