@@ -20,8 +20,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.frontend.tokenization.parts import USER_DEFINED
+from mainspring.frontend.tokenization.pre_tokenizers import kind_of
 from mainspring.frontend.tokenizer import Tokenizer
 
 GGUF_ALIGNMENT = 32  # bytes; what a file without "general.alignment" means
@@ -78,6 +82,7 @@ def _write_folder(source: Path, folder: Path) -> None:
     folder.mkdir()
     with GGUFFile(source) as file:
         tokenizer = Tokenizer.from_gguf(file)
+        vocabulary = tokenizer_json(file, tokenizer)
         config = hf_config(file)
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         tensors = {}
@@ -94,7 +99,7 @@ def _write_folder(source: Path, folder: Path) -> None:
     }
     write_safetensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "tokenizer.json").write_text(tokenizer.json)
+    (folder / "tokenizer.json").write_text(vocabulary)
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1))
 
 
@@ -119,6 +124,26 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
         "torch_dtype": "bfloat16",
     }
+
+
+def tokenizer_json(file: GGUFFile, read: Tokenizer) -> str:
+    """The byte-level vocabulary of a GGUF file, which was `read`, as tokenizer.json says it."""
+    of = {key: file.metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "merges", "token_type", "pre")}
+    kind = kind_of(of["pre"])
+    ids = {token: i for i, token in enumerate(of["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in of["merges"]]
+    made = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=kind.ignore_merges))
+    if kind.nfc:
+        made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = kind.pre_tokenizer()
+    made.decoder = decoders.ByteLevel()
+    for i, (token, token_type) in enumerate(zip(of["tokens"], of["token_type"], strict=True)):
+        if i in read.special_ids:
+            made.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif token_type == USER_DEFINED:
+            made.add_tokens([AddedToken(token, normalized=False)])
+    text: str = made.to_str()
+    return text
 
 
 def write_safetensors(path: Path, tensors: dict[str, BFloat16]) -> None:

@@ -19,9 +19,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 
 from mainspring.base.errors import ConfigError
 from mainspring.checkpoint.gguf import GGUFFile
+from mainspring.frontend.tokenizer import Tokenizer
+from mainspring.kernels.native import API_VERSION
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -210,6 +213,11 @@ def test_the_folder_is_the_same_model_in_another_order(tiny: Path, tmp_path: Pat
     assert config["tie_word_embeddings"] is True
     assert (config["bos_token_id"], config["eos_token_id"]) == (28, 29)
     assert json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["abc"] == 27
+    written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with GGUFFile(tiny) as file:
+        read = Tokenizer.from_gguf(file)
+    for text in ("abcab", "<s>xyz</s>", "ab<s"):
+        assert written.encode(text).ids == read.encode(text)
 
 
 # ---- figures -----------------------------------------------------------------------------------------------
@@ -502,8 +510,9 @@ def test_a_wrong_flag_is_one_line(
     assert error.count("\n") == 1
 
 
-FAKE_LIBRARY = """
-API_VERSION = 1
+FAKE_LIBRARY = (
+    f"API_VERSION = {API_VERSION}"
+    + """
 def runnable_variants(): return ["plain"]
 def num_usable_cpus(): return 2
 def measure_ceilings(variant, num_threads):
@@ -511,6 +520,7 @@ def measure_ceilings(variant, num_threads):
     names = ("byte_products", "float_products", "model_reads", "memory_reads")
     return [{"num_threads": n + 1, **dict.fromkeys(names, 10.0 * (n + 1))} for n in range(num_threads)]
 """
+)
 
 
 def test_ceilings_are_those_of_all_cores(
