@@ -35,8 +35,11 @@ from mainspring.base.outputs import (
     ScoringRequestOutput,
 )
 from mainspring.base.params import PoolingParams, PoolingTask, RequestOutputKind, SamplingParams
+from mainspring.frontend.bounds import after_reasoning
 from mainspring.frontend.input_processor import Prompt
 from mainspring.frontend.llm_engine import LLMEngine
+from mainspring.frontend.manner import manner_of
+from mainspring.frontend.parsing.constraints import forced
 from mainspring.frontend.pooling import (
     as_classification,
     as_embedding,
@@ -46,6 +49,8 @@ from mainspring.frontend.pooling import (
     pair_prompt,
     pair_room,
 )
+from mainspring.frontend.reasoning import Opening, opening
+from mainspring.frontend.tools import ToolUse, judged_tools
 
 if TYPE_CHECKING:
     from mainspring.frontend.chat_template import ChatTemplate
@@ -157,12 +162,19 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several: lists of {"role": ..., "content": ...}.
 
         `chat_template` is a template or its file, instead of the model's. `continue_final_message` goes on
         with the last message instead of beginning a new one; then `add_generation_prompt` must be False.
+
+        `tools` are shown to the model by the template (see `frontend/tools.py`). With `tool_choice` the
+        answer, after its reasoning if there is any, is a call and nothing else: the arguments of the tool
+        that is named, as JSON; or, for "required", a list of {"name": ..., "parameters": ...}. Other answers
+        are as the model writes them; `frontend/parsing` reads them.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -170,6 +182,8 @@ class LLM:
                 "messages",
             )
         many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if many else [messages]
+        use = judged_tools(tools, tool_choice)
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -177,9 +191,20 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                tools=tools,
             )
-            for conversation in (messages if many else [messages])
+            for conversation in conversations
         ]
+        if use.is_forced:
+            given = sampling_params or self.get_default_sampling_params()
+            form = manner_of(self._template(chat_template).source).reasoning_format
+            begun = [chat[-1].get("content") if continue_final_message else None for chat in conversations]
+            sampling_params = [
+                _forced(params, use, opening(form, prompt["prompt"], said))
+                for params, prompt, said in zip(
+                    _one_each(len(prompts), "sampling_params", given, None), prompts, begun, strict=True
+                )
+            ]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def generate_stream(
@@ -203,6 +228,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """The prompt that `chat` sends for one conversation: {"prompt": text, "prompt_token_ids": ids}."""
         tokenizer = self.get_tokenizer()
@@ -212,6 +238,7 @@ class LLM:
         if taken := options.keys() & {
             "messages",
             "tokenizer",
+            "tools",
             "add_generation_prompt",
             "continue_final_message",
         }:
@@ -219,6 +246,8 @@ class LLM:
                 f"chat_template_kwargs has {', '.join(sorted(taken))}, which are arguments of their own",
                 "chat_template_kwargs",
             )
+        if tools is not None:
+            options["tools"] = list(judged_tools(tools).tools)
         return {
             "prompt": template.render(*given, **options),
             "prompt_token_ids": template.encode(tokenizer, *given, **options),
@@ -473,6 +502,17 @@ def _says_which(index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestError(f"prompt {index} of {count}: {error}", error.param) from None
+
+
+def _forced(params: SamplingParams, use: ToolUse, begins: Opening) -> SamplingParams:
+    if params.structured_outputs is not None:
+        raise RequestError(
+            "structured_outputs and tool_choice both say what the text must be; give one", "tool_choice"
+        )
+    wanted = forced(use.tools, use.tool_choice, use.parallel)
+    if begins.form is not None:
+        wanted = after_reasoning(wanted, begins.form, is_open=begins.is_open)
+    return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
 def _with_kind(params: SamplingParams, kind: RequestOutputKind) -> SamplingParams:

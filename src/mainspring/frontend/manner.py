@@ -61,4 +61,4 @@ def needs_special_tokens(manner: Manner, specials: Container[str]) -> bool:
     tool, reasoning = manner
     tags = [] if tool is None else [tool.begin, tool.end]
     tags += [] if reasoning is None else [reasoning.begin, reasoning.end]
-    return any(tag in specials for tag in tags)
+    return any(tag and tag in specials for tag in tags)

@@ -1,58 +1,31 @@
-"""What a model thinks before it answers: how it is limited, what may follow it, and how many tokens it
-took."""
+"""What a model thinks before it answers: whether it does, and how many tokens it took."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import NamedTuple
 
-from mainspring.base.params import STRUCTURE_KINDS, StructuredOutputsParams
 from mainspring.frontend.parsing.formats import ReasoningFormat
 
-_OTHERS = [name for name in StructuredOutputsParams.__struct_fields__ if name not in STRUCTURE_KINDS]
+
+class Opening(NamedTuple):
+    """How an answer may begin."""
+
+    form: ReasoningFormat | None  # None: without reasoning
+    is_open: bool = False  # the prompt has begun it
 
 
-def after_reasoning(
-    wanted: StructuredOutputsParams | None,
-    form: ReasoningFormat,
-    *,
-    is_open: bool,
-    max_tokens: int | None = None,
-) -> StructuredOutputsParams | None:
-    """`wanted`, of a text that begins with free reasoning: what binds the answer does not bind that.
-
-    `is_open`: the prompt has begun it, so it must be ended; else it may be left out. Ended it is after
-    `max_tokens` at the latest. None: nothing is bound, and nothing limited.
-    """
-    if wanted is None and max_tokens is None:
-        return None
-    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-    thought: dict[str, Any] = {
-        "type": "tag",
-        "begin": "" if is_open else form.begin,
-        "content": {"type": "any_text", **limit},
-        "end": form.end,
-    }
-    if not is_open:
-        thought = {
-            "type": "tags_with_separator",
-            "tags": [thought],
-            "separator": "",
-            "stop_after_first": True,
-        }
-    sequence = {"type": "sequence", "elements": [thought, _as_node(wanted)]}
-    others: dict[str, Any] = {}
-    if wanted is not None:
-        others = {
-            name: getattr(wanted, name) for name in wanted.__struct_fields__ if name not in STRUCTURE_KINDS
-        }
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": sequence}, **others)
-
-
-def _as_node(wanted: StructuredOutputsParams | None) -> dict[str, Any]:
-    if wanted is None:
-        return {"type": "any_text"}
-    return {"type": "structured_outputs", wanted.kind: getattr(wanted, wanted.kind)}
+def opening(form: ReasoningFormat | None, prompt: str, begun: object = None) -> Opening:
+    """After a prompt that a template has written. `begun` is the message that the answer continues, if it
+    does. Templates open reasoning, or forbid it by closing it at once, or leave it to the model."""
+    if form is None:
+        return Opening(None)
+    if form.is_opened_by(prompt):
+        return Opening(form, is_open=True)
+    if begun is not None:
+        is_open = isinstance(begun, str) and begun.rfind(form.begin) > begun.rfind(form.end)
+        return Opening(form if is_open else None, is_open)
+    return Opening(None if prompt.rstrip().endswith(form.end) else form)
 
 
 class ReasoningCounter:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mainspring.base.errors import RequestError
+from mainspring.frontend.parsing.constraints import tools_of
 
 CHOICES = ("none", "auto", "required")
 MAX_TOOLS = 1024
@@ -50,34 +51,11 @@ def judged_tools(
         return ToolUse()
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         raise RequestError(f"tools must be a list, got a {type(tools).__name__}", "tools")
-    if not tools:
-        raise RequestError("tools is empty; give at least one, or leave it out", "tools")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools has {len(tools)} tools; at most {MAX_TOOLS}", "tools")
-    names = [_name_of(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RequestError(f"tools has two of the name {_shown(twice)}; give each its own", "tools")
+    names = [tool.name for tool in tools_of(tools)]
     choice, name = _judged_choice("auto" if tool_choice is None else tool_choice, names)
     return ToolUse(tuple(map(dict, tools)), choice, name, parallel is not False)
-
-
-def _name_of(tool: object, place: str) -> str:
-    if not isinstance(tool, Mapping):
-        raise RequestError(f"{place} must be an object, got {_shown(tool)}", "tools")
-    if tool.get("type", "function") != "function":
-        raise RequestError(f"{place} is of type {_shown(tool['type'])}; there is only function", "tools")
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{place}.function must be an object, got {_shown(function)}", "tools")
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{place}.function must have a name, got {_shown(name)}", "tools")
-    if not isinstance(function.get("parameters"), Mapping | bool | None):
-        raise RequestError(f"{place}.function.parameters must be a JSON schema", "tools")
-    if not isinstance(function.get("strict"), bool | None):
-        raise RequestError(f"{place}.function.strict must be true or false", "tools")
-    return name
 
 
 def _judged_choice(

@@ -22,21 +22,22 @@ from typing import NamedTuple
 from mainspring.base.outputs import CompletionOutput
 from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.frontend.async_llm import AsyncLLM
+from mainspring.frontend.bounds import after_reasoning, calls_or
 from mainspring.frontend.manner import Manner, needs_special_tokens
-from mainspring.frontend.parsing import formats
+from mainspring.frontend.parsing.constraints import Demand, demanded
 from mainspring.frontend.parsing.events import CallArguments, CallBegins, CallEnds, Content, Event
-from mainspring.frontend.parsing.formats import ReasoningFormat, ToolFormat
+from mainspring.frontend.parsing.formats import MISTRAL, ReasoningFormat, ToolFormat
 from mainspring.frontend.parsing.parser import AnswerParser
-from mainspring.frontend.reasoning import ReasoningCounter, after_reasoning
+from mainspring.frontend.reasoning import ReasoningCounter, opening
 from mainspring.frontend.tools import ToolUse, judged_tools
 from mainspring.server.errors import ApiError
-from mainspring.server.prompts import TokenPrompt, chat_prompt, is_long, off_loop_if, truncated
+from mainspring.server.prompts import Chats, TokenPrompt, chat_prompt, is_long, off_loop_if, truncated
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.requests import ChatRequest
 from mainspring.server.sampling import chat_params
 from mainspring.server.service import Service
 
-MISTRALS_ID = 9  # characters: its template refuses others
+MISTRAL_ID = 9  # characters: its template refuses others
 
 
 class Reading(NamedTuple):
@@ -56,7 +57,7 @@ class Reading(NamedTuple):
     def call_id(self) -> str:
         """A new one, as a chat names a call."""
         if self.short_ids:
-            return secrets.token_hex(MISTRALS_ID)[:MISTRALS_ID]
+            return secrets.token_hex(MISTRAL_ID)[:MISTRAL_ID]
         return f"chatcmpl-tool-{secrets.token_hex(8)}"
 
 
@@ -87,6 +88,8 @@ class AnswerReader:
             self._counter.add(answer.token_ids)
         if not self._use.parallel:
             events = [event for event in events if not _is_further_call(event)]
+        if self._use.is_forced:  # what stands between calls, or began one before the answer was cut
+            events = [event for event in events if not isinstance(event, Content)]
         return events
 
     @property
@@ -123,10 +126,16 @@ async def converse(service: Service, llm: AsyncLLM, body: ChatRequest) -> Conver
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", "messages")
 
+    chats = service.chats
+
     def make() -> Conversation:
-        prompt = chat_prompt(body, service.chats)
-        reading = _reading(service, body, use, prompt.text or "")
-        _bind(params, body, reading, service.chats.specials)
+        manner = chats.manner(body.chat_template)
+        prompt = chat_prompt(body, chats)
+        demand = Demand(None, None)
+        if use.tools:
+            demand = demanded(use.tools, use.tool_choice, use.parallel, manner.tool_format)
+        reading = _reading(chats, manner, body, use, demand.tool_format, prompt.text or "")
+        _bind(params, body, reading, demand.structured_outputs, chats.specials)
         return Conversation(truncated(prompt, body, llm.max_model_len), params, reading)
 
     return await off_loop_if(bool(use.tools) or is_long(body.messages), make)
@@ -139,71 +148,46 @@ def _judge(service: Service, body: ChatRequest, use: ToolUse) -> None:
             'tool_choice "auto" needs a server with --enable-auto-tool-choice; ask for "required" or "none"',
             "tool_choice",
         )
-    texts = {
-        "structured_outputs": body.structured_outputs,
-        "guided_...": body.guided_json or body.guided_regex or body.guided_choice or body.guided_grammar,
-    }
-    for name, given in texts.items():
-        if use.is_forced and given is not None:
-            raise ApiError(
-                400, f"{name} and tool_choice both say what the text must be; give one", "tool_choice"
-            )
+    given = (body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice)
+    if use.is_forced and any(one is not None for one in (*given, body.guided_grammar)):
+        raise ApiError(
+            400, "structured_outputs and tool_choice both say what the text must be; give one", "tool_choice"
+        )
     budget = body.thinking_token_budget
     if budget is not None and budget < 0:
         raise ApiError(400, f"thinking_token_budget must be 0 or more, got {budget}", "thinking_token_budget")
 
 
-def _reading(service: Service, body: ChatRequest, use: ToolUse, prompt: str) -> Reading:
-    chats = service.chats
-    manner = chats.manner(body.chat_template)
-    form = manner.reasoning_format
-    is_reasoning = False
-    if form is None and body.thinking_token_budget is not None:
+def _reading(
+    chats: Chats, manner: Manner, body: ChatRequest, use: ToolUse, tool_format: ToolFormat | None, prompt: str
+) -> Reading:
+    if manner.reasoning_format is None and body.thinking_token_budget is not None:
         raise ApiError(
             400, "thinking_token_budget: this model does not reason; leave it out", "thinking_token_budget"
         )
-    if form is not None:
-        is_reasoning = _is_reasoning(form, body, prompt)
-        if not is_reasoning and (body.continue_final_message or prompt.rstrip().endswith(form.end)):
-            form = None  # it is over: the prompt has ended it
+    begun = (body.messages[-1].get("content") or "") if body.continue_final_message else None
+    begins = opening(manner.reasoning_format, prompt, begun)
     return Reading(
-        _tool_format(use, manner),
-        form,
-        is_reasoning,
-        use,
-        chats.token_bytes,
-        manner.tool_format is formats.MISTRAL,
+        tool_format, begins.form, begins.is_open, use, chats.token_bytes, manner.tool_format is MISTRAL
     )
 
 
-def _is_reasoning(form: ReasoningFormat, body: ChatRequest, prompt: str) -> bool:
-    if form.is_opened_by(prompt):
-        return True
-    content = body.messages[-1].get("content") if body.continue_final_message else None
-    return isinstance(content, str) and content.rfind(form.begin) > content.rfind(form.end)
-
-
-def _tool_format(use: ToolUse, manner: Manner) -> ToolFormat | None:
-    match use.choice:
-        case "none":
-            return None
-        case "auto":
-            return manner.tool_format
-        case "required":
-            return formats.REQUIRED
-    return formats.named(str(use.name))
-
-
-def _bind(params: SamplingParams, body: ChatRequest, reading: Reading, specials: Container[str]) -> None:
+def _bind(
+    params: SamplingParams,
+    body: ChatRequest,
+    reading: Reading,
+    of_tools: StructuredOutputsParams | None,
+    specials: Container[str],
+) -> None:
     """What the answer must be, and what of it must be seen."""
     use, form = reading.use, reading.reasoning_format
     if needs_special_tokens(Manner(reading.tool_format, form), specials) and body.skip_special_tokens is None:
         params.skip_special_tokens = False
     wanted = params.structured_outputs
-    if use.is_forced:
-        wanted = _forced(use)
+    if use.is_forced or wanted is None:
+        wanted = of_tools
     elif reading.tool_format is not None:
-        pass
+        wanted = calls_or(use, reading.tool_format, wanted)
     if form is not None:
         bound = after_reasoning(
             wanted, form, is_open=reading.is_reasoning, max_tokens=body.thinking_token_budget
@@ -217,22 +201,3 @@ def _bind(params: SamplingParams, body: ChatRequest, reading: Reading, specials:
             )
         wanted = bound
     params.structured_outputs = wanted
-
-
-def _forced(use: ToolUse) -> StructuredOutputsParams:
-    schemas = {
-        t["function"]["name"]: t["function"].get("parameters") or {"type": "object"} for t in use.tools
-    }
-    if use.name is not None:
-        return StructuredOutputsParams(json=schemas[use.name])
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name, schema in schemas.items()
-    ]
-    most = {} if use.parallel else {"maxItems": 1}
-    return StructuredOutputsParams(json={"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})

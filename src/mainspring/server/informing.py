@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mainspring import __version__
+from mainspring.frontend.tools import judged_tools
 from mainspring.server.errors import ApiError
 from mainspring.server.http import JSONReply
 from mainspring.server.prompts import LONG_CHARACTERS, chat_prompt, is_long, needed
@@ -102,6 +103,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     def encode() -> list[int]:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        judged_tools(body.tools)
         return chat_prompt(body, service.chats).token_ids
 
     ids = await asyncio.to_thread(encode) if is_long(body.prompt or body.messages) else encode()

@@ -13,7 +13,6 @@ from mainspring.base.params import MAX_N
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.frontend.manner import AUTO, Manner, manner_of
 from mainspring.frontend.tokenizer import Tokenizer
-from mainspring.frontend.tools import judged_tools
 from mainspring.server.errors import ApiError
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
@@ -168,7 +167,7 @@ def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPromp
     effort = _effort(body.reasoning_effort, template.source) if isinstance(body, ChatRequest) else {}
     options = {**chats.template_kwargs, **effort, **kwargs}
     if isinstance(body, ChatRequest | TokenizeRequest) and body.tools is not None:
-        options["tools"] = list(judged_tools(body.tools).tools)
+        options["tools"] = body.tools
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     text = template.render(messages, begins, goes_on, **options)
     # BOS comes once, from the template or from the tokenizer, whatever `add_special_tokens` says (case B149).

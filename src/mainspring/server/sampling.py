@@ -47,6 +47,10 @@ def completion_params(
     body: CompletionRequest, defaults: Mapping[str, Any], max_model_len: int
 ) -> SamplingParams:
     """`max_tokens` 0 is for echo alone, and becomes 1: see `CompletionWriter`. Raises as `chat_params`."""
+    if body.thinking_token_budget is not None:
+        raise ApiError(
+            400, "thinking_token_budget: only chats have reasoning; leave it out", "thinking_token_budget"
+        )
     limit = body.max_tokens
     if limit == 0 and body.echo:
         limit = 1
