@@ -1,8 +1,8 @@
 """What a pipeline of stages is worth: 32 requests through a core whose stages take equal, counted times.
 
 `python benchmarks/pipeline.py [--json]`. Time is virtual (`testing/fake_pipeline.py`), so the figures are
-exact and the same on every machine; scheduler, core and its loop are the real ones. One batch at a time (depth 1)
-against as many steps in flight as there are stages, and one more.
+exact and the same on every machine; scheduler, core and its loop are the real ones. One batch at a time
+(depth 1) against as many steps in flight as there are stages, and one more.
 
 Three kinds of stage: its time is that of its tokens (compute-bound); it is fixed, and a step takes half the
 requests at most (bound by reading weights, with a small `max_num_seqs`); it is fixed, and one step takes all

@@ -692,7 +692,8 @@ def test_core_in_its_process():
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), prompt, given)
         expected = {output.request_id: output.outputs for output in run(engine)}
-    llm, process = with_core()
+    # Steps take their time, or endless answers end before they are seen to run.
+    llm, process = with_core(executor_args={"step_s": 0.002}, executor=WATCHED)
 
     async def body():
         async with llm:

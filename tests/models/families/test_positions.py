@@ -55,8 +55,12 @@ def test_any_numbers(kind: str, changes: dict[str, Any], theta: object) -> None:
     }
     try:
         rope = from_config(config).layers[0].attn.rope
-    except CheckpointError as refusal:
-        assert "\n" not in str(refusal)
+    except CheckpointError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert "\n" not in refusal
         return
     assert rope is not None
     assert len(rope.factors) == 32
@@ -64,8 +68,8 @@ def test_any_numbers(kind: str, changes: dict[str, Any], theta: object) -> None:
 
 
 def test_yarn_as_its_makers_describe_it() -> None:
-    """With theta 500,000 and heads of 128, a first context of 8,192 has 32 turns of frequency 18.09 and one of
-    34.98: those up to the 18th stay, those from the 35th on are divided, between them it grows evenly."""
+    """With theta 500,000 and heads of 128, a first context of 8,192 has 32 turns of frequency 18.09 and one
+    of 34.98: those up to the 18th stay, those from the 35th on are divided, between them it grows evenly."""
     rope = read("Olmo-3-1025-7B").layers[3].attn.rope
     assert rope is not None
     assert rope.factors[:19] == (1.0,) * 19
