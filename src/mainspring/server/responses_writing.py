@@ -11,8 +11,7 @@ is open at a time, and whatever happens to it is an event:
 Rules.
 1. Sequence numbers count the events, from 0. However an answer is cut into outputs, the response at its end
    is the same, and so are the events but for where deltas are cut.
-2. White space alone is no message beside other items: models write line ends between calls. An answer that
-   says nothing at all is one empty message.
+2. An answer that says nothing at all is one empty message: every response that was completed has an item.
 3. What ends an answer early leaves its open item `incomplete`; a call whose arguments are no JSON is that,
    too. Nothing comes after the last event.
 """
@@ -100,7 +99,6 @@ class ResponsesWriter:
         self._number = 0  # of the next event
         self._done: list[OutputItem] = []
         self._open: _Open | None = None
-        self._held = ""  # white space that may become the beginning of a message
         self._logprobs: list[ChosenLogprob] = []  # of tokens whose text has not come yet
         self._tally = Tally()
         self._has_begun = False
@@ -170,8 +168,6 @@ class ResponsesWriter:
     def _close_last(self, status: ItemStatus) -> Events:
         if self._open is None and not self._done:
             yield from self._enter(_Message, "msg")
-            if self._held:
-                yield self._grow(self._held)
         yield from self._close(status)
 
     def _finish(self, status: Status, kind: type[Completed | Incomplete | Failed]) -> ResponseEvent:
@@ -211,10 +207,6 @@ class ResponsesWriter:
                     yield self._grow(text)
             case Content(text):
                 if not isinstance(self._open, _Message):
-                    self._held += text
-                    if self._held.isspace():
-                        return
-                    text = self._held
                     yield from self._enter(_Message, "msg")
                 yield self._grow(text)
             case CallBegins(_, name):
@@ -226,7 +218,6 @@ class ResponsesWriter:
 
     def _enter(self, make: Callable[[str, int], _Open], prefix: str) -> Events:
         yield from self._close("completed")
-        self._held = ""
         index = len(self._done)
         self._open = make(f"{prefix}_{self._stem}_{index}", index)
         for event in self._open.begins():
