@@ -28,7 +28,7 @@ from mainspring.server.prompts import TokenPrompt
 from mainspring.server.writing import Writer
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment
 
 
 class Framing(NamedTuple):
@@ -37,6 +37,7 @@ class Framing(NamedTuple):
     event: Callable[[Any], bytes]
     failure: Callable[[ApiError], bytes]  # of a stream that cannot go on
     end: bytes  # after the last event
+    keep_alive: bytes = KEEP_ALIVE  # for a stream that has nothing else to say
 
 
 class Question(NamedTuple):
@@ -52,14 +53,20 @@ class Question(NamedTuple):
 
 
 async def answer(
-    llm: AsyncLLM, request: Request, question: Question, writer: Writer, keep_alive_s: float | None
+    llm: AsyncLLM,
+    request: Request,
+    question: Question,
+    writer: Writer,
+    keep_alive_s: float | None,
+    framing: Framing | None = None,
 ) -> Response:
-    """`keep_alive_s` is None for a reply in one piece; 0: a stream that is silent while nothing happens."""
+    """`keep_alive_s` is None for a reply in one piece; 0: a stream that is silent while nothing happens.
+    `framing` is that of chats and completions unless another is given."""
     if keep_alive_s is None:
         return JSONReply(await while_connected(request.receive, _whole(llm, question, writer)))
     async with AsyncExitStack() as opened:
         streams = [await opened.enter_async_context(stream) async for stream in ask(llm, question)]
-        return EventStream(streams, opened.pop_all(), writer, keep_alive_s)
+        return EventStream(streams, opened.pop_all(), writer, keep_alive_s, framing)
 
 
 async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.Struct:
@@ -92,7 +99,11 @@ class ByteStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, pieces: AsyncGenerator[bytes, None], opened: AsyncExitStack, keep_alive_s: float
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        opened: AsyncExitStack,
+        keep_alive_s: float,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         """`pieces`: whole events. `opened` is closed at the end, whichever it is."""
         super().__init__()
@@ -102,6 +113,7 @@ class ByteStream(Response):
         self._pieces = pieces
         self._opened = opened
         self._keep_alive_s = keep_alive_s
+        self._sign_of_life = keep_alive
         self._last_write_s = 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -131,13 +143,13 @@ class ByteStream(Response):
         await send({"type": "http.response.body", "body": events, "more_body": more})
 
     async def _keep_alive(self, send: Any) -> None:
-        """A comment whenever nothing was sent for so long."""
+        """A sign of life whenever nothing was sent for so long."""
         loop = asyncio.get_running_loop()
         self._last_write_s = loop.time()
         while True:
             silent_s = loop.time() - self._last_write_s
             if silent_s >= self._keep_alive_s:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._sign_of_life)
                 silent_s = 0.0
             await asyncio.sleep(self._keep_alive_s - silent_s)
 
@@ -155,7 +167,8 @@ class EventStream(ByteStream):
         framing: Framing | None = None,
     ) -> None:
         """`framing` is that of chats and completions unless another is given."""
-        super().__init__(_events(streams, writer, framing or OPENAI), opened, keep_alive_s)
+        framing = framing or OPENAI
+        super().__init__(_events(streams, writer, framing), opened, keep_alive_s, framing.keep_alive)
 
 
 async def _events(
@@ -180,6 +193,13 @@ def event(data: msgspec.Struct) -> bytes:
 def named_event(name: str, data: msgspec.Struct) -> bytes:
     """As some APIs have them: with the event's name beside its data."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(data))
+
+
+def typed_event(data: msgspec.Struct) -> bytes:
+    """One whose name is its `type`."""
+    tag = type(data).__struct_config__.tag
+    assert isinstance(tag, str)
+    return named_event(tag, data)
 
 
 OPENAI = Framing(event, lambda error: event(error.reply), DONE)

@@ -1,5 +1,5 @@
 """What stands around the routes, from the outside in: CORS; then the gate, which gives every request an id, a
-line in the log, a place in the statistics and the one form of errors, and lets in who has a key.
+line in the log, a place in the statistics and its errors their form, and lets in who has a key.
 
 Which entries need no key is written beside them; all other paths need one, also those that do not exist.
 """
@@ -15,12 +15,14 @@ from functools import cache, partial
 from logging import DEBUG, INFO
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mainspring.base.log import get_logger
+from mainspring.server import messages_errors
 from mainspring.server.errors import ApiError, as_api_error
 from mainspring.server.http import ClientGone, JSONReply
 from mainspring.server.openapi import document
@@ -44,7 +46,7 @@ def make_app(service: Service) -> App:
         allow_methods=settings.allowed_methods or ["*"],
         allow_headers=settings.allowed_headers or ["*"],
         allow_credentials=settings.allow_credentials,
-        expose_headers=["x-request-id"],
+        expose_headers=["x-request-id", "request-id"],
     )
 
 
@@ -68,7 +70,7 @@ class Gate:
         if is_work:
             self._service.begin()
         try:
-            reply = await self._answer(passage) if refusal is None else error_reply(refusal)
+            reply = await self._answer(passage) if refusal is None else error_reply(refusal, passage)
             await reply(scope, passage.receive, passage.send)
         finally:
             if is_work:
@@ -92,7 +94,7 @@ class Gate:
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            return error_reply(error)
+            return error_reply(error, passage)
 
     def _record(self, passage: _Passage) -> None:
         duration_s = time.monotonic() - passage.started_s
@@ -140,6 +142,7 @@ class _Passage:
         self.entry: Entry | None = None
         given = self.headers.get("x-request-id", "")
         self.request_id = given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = self.request_id
         self.status = 0
         self.started_s = time.monotonic()
         self.request_bytes = self.response_bytes = 0
@@ -153,15 +156,22 @@ class _Passage:
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if messages_errors.is_below(self.path):
+                headers["request-id"] = self.request_id  # that API's name for it
         else:
             self.response_bytes += len(message["body"])
         await self._send(message)
 
 
-def error_reply(error: BaseException) -> Response:
+def error_reply(error: BaseException, passage: _Passage) -> Response:
+    """In the form of the API that was asked."""
     failure = as_api_error(error)
-    return JSONReply(failure.reply, failure.status, failure.headers)
+    body: msgspec.Struct = failure.reply
+    if messages_errors.is_below(passage.path):
+        body = messages_errors.as_reply(failure, passage.request_id)
+    return JSONReply(body, failure.status, failure.headers)
 
 
 def _hashed(key: str) -> bytes:

@@ -23,7 +23,7 @@ import msgspec
 
 from mainspring.base.errors import RequestError
 from mainspring.server.app import App, make_app
-from mainspring.server.errors import ApiError, ErrorInfo, ErrorReply
+from mainspring.server.errors import ApiError, ErrorInfo
 from mainspring.server.http import encode
 from mainspring.server.routes import entries
 from mainspring.server.service import Service
@@ -55,6 +55,18 @@ class BatchAnswer(msgspec.Struct):
 
 class _Streaming(msgspec.Struct):
     stream: Any = None
+
+
+class _FailureInfo(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+
+
+class _Failure(msgspec.Struct):
+    """What all forms of errors have."""
+
+    error: _FailureInfo
 
 
 class Tally(NamedTuple):
@@ -114,7 +126,7 @@ class Batch:
             status, body = await post(self._app, request.url, bytes(request.body), request_id)
         if self._service.status == "dead" and status >= 500:
             _ = self._service.llm  # raises what it died of
-        failure = None if status < 400 else msgspec.json.decode(body, type=ErrorReply).error
+        failure = None if status < 400 else _failure(status, body)
         response = BatchResponse(status, request_id, msgspec.Raw(body))
         self._write(encode(BatchAnswer(f"batch_req_{uuid.uuid4().hex}", name, response, failure)) + b"\n")
         _, refused_so_far, _ = tally = self.tally
@@ -140,6 +152,11 @@ class Batch:
             return  # the endpoint says it better
         if asks.stream:
             raise ApiError(400, "a batch has no streams; leave stream out", "stream")
+
+
+def _failure(status: int, body: bytes) -> ErrorInfo:
+    said = msgspec.json.decode(body, type=_Failure).error
+    return ErrorInfo(said.message, said.type, said.param, status)
 
 
 def _read(line: bytes) -> BatchRequest:

@@ -1,4 +1,5 @@
-"""What went wrong, as a client reads it: one envelope for every path and every status.
+"""What went wrong, as a client reads it: one envelope for every path and every status. (`messages_errors.py`
+has that of an API which has its own.)
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": <the status>}}
 
@@ -26,6 +27,7 @@ from mainspring.base.log import get_logger
 logger = get_logger(__name__)
 
 MAX_MESSAGE = 1000  # characters
+MAX_QUOTED = 60  # characters of a value that was sent
 RETRY_AFTER_S = 1  # for who is refused because others wait
 LOADING_RETRY_AFTER_S = 5  # for who is refused because nobody can be served yet, or any more
 TYPES = {
@@ -96,6 +98,12 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(500, str(error))
     logger.error("a request failed in the server", exc_info=error)
     return ApiError(500, f"the server failed: {innermost(error)}")
+
+
+def shown(value: object) -> str:
+    """What was sent, in a refusal."""
+    text = " ".join(repr(value)[: MAX_QUOTED * 2].split())
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
 def _bounded(message: str) -> str:

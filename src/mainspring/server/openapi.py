@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mainspring import __version__
-from mainspring.server.errors import ErrorReply
 
 if TYPE_CHECKING:
     from mainspring.server.routes import Entry
@@ -34,7 +33,7 @@ def document(served: Iterable[Entry], needs_key: bool) -> dict[str, Any]:
     """The whole document, as JSON values."""
     served = list(served)
     kinds = {kind for entry in served for kind in (entry.takes, *entry.gives) if kind is not None}
-    kinds.add(ErrorReply)
+    kinds |= {entry.error for entry in served}
     schemas, components = msgspec.json.schema_components(
         sorted(kinds, key=lambda kind: kind.__name__), ref_template=REFERENCE
     )
@@ -64,7 +63,7 @@ def _operation(entry: Entry, references: dict[Any, Any], needs_key: bool) -> dic
         "responses": {"200": _success(entry, references)},
     }
     for status in _failures(entry, needs_key):
-        error = _json(references[ErrorReply])
+        error = _json(references[entry.error])
         found["responses"][str(status)] = {"description": MEANINGS[status], "content": error}
     if entry.takes is not None:
         found["requestBody"] = {"required": True, "content": _json(references[entry.takes])}

@@ -10,8 +10,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.server import generating, informing, pooling, responses, steering
-from mainspring.server.errors import ApiError
+from mainspring.server import generating, informing, messages, pooling, responses, steering
+from mainspring.server.errors import ApiError, ErrorReply
+from mainspring.server.messages_errors import MessagesErrorReply
+from mainspring.server.messages_types import (
+    CountTokensRequest,
+    Message,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from mainspring.server.replies import (
     ChatChunk,
     ChatReply,
@@ -67,6 +75,7 @@ class Entry(NamedTuple):
     needs_key: bool = True
     is_work: bool = False  # counts as load, and is waited for at the end
     fails: tuple[int, ...] = ()  # statuses beside those that follow from the rest
+    error: type[msgspec.Struct] = ErrorReply  # what it fails with
 
 
 work = partial(Entry, is_work=True)
@@ -84,6 +93,22 @@ ENTRIES = [
         generating.create_completion,
         CompletionRequest,
         (CompletionReply, CompletionChunk),
+    ),
+    work(
+        "POST",
+        "/v1/messages",
+        messages.create_message,
+        MessagesRequest,
+        (Message, MessageEvent),
+        error=MessagesErrorReply,
+    ),
+    work(
+        "POST",
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        CountTokensRequest,
+        (TokenCount,),
+        error=MessagesErrorReply,
     ),
     work("POST", "/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, (EmbeddingReply,)),
     work(
