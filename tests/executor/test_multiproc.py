@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from mainspring.base.children import python_path
 from mainspring.base.config import EngineConfig
@@ -119,9 +120,10 @@ def cause_of(victim: str, phase: str, deed: str) -> str:
     }[deed]
 
 
-def strike(victim: str, phase: str, deed: str) -> None:
+def strike(victim: str, phase: str, deed: str, collectives: str = "pipes") -> None:
     """Live until the deed is done, and see that whoever waits is told, once, and what."""
     config, cause = make_config(victim, phase, deed), cause_of(victim, phase, deed)
+    config = structs.replace(config, collectives=collectives)
     if phase in ("start-up", "loading", "initialize"):
         started_s = time.monotonic()
         with pytest.raises(EngineDeadError, match=cause):
@@ -224,6 +226,16 @@ def test_any_worker_breaks_in_any_way_at_any_time(
 ) -> None:
     monkeypatch.setattr(multiproc, "LOAD_TIMEOUT_S", 6.0)
     strike(victim, phase, deed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ["raise", "kill", "stop"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_worker_breaks_among_those_that_talk_by_torch(
+    surroundings: Surroundings, short_timeout: None, victim: str, deed: str
+) -> None:
+    pytest.importorskip("torch", reason="collectives gloo are torch.distributed: mainspring[distributed]")
+    strike(victim, "decode", deed, collectives="gloo")
 
 
 @pytest.mark.parametrize(
