@@ -25,9 +25,8 @@ _NAME = re.compile(r"[\w.]*")
 _PARAMETER = re.compile(r"\w*")
 _CHARACTER_NAME = re.compile(r"[A-Za-z0-9 ()-]*")
 _NUMBER_OR_WORD = re.compile(r"[\w.+-]*")
-_PLAIN = {
-    quote: re.compile(rf"""(?:[^{quote}\\]++|\\[\\'"abfnrtv\n])*+""") for quote in "\"'"
-}  # with simple escapes
+# The inside of a string, with escapes of one character.
+_PLAIN = {quote: re.compile(rf"""(?:[^{quote}\\]++|\\[\\'"abfnrtv\n])*+""") for quote in "\"'"}
 _SIMPLE_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {
@@ -50,7 +49,7 @@ class Untranslatable(Exception):
 def python_call(reader: Reader, telling: Telling) -> Reading[None]:
     """Raises `NotThisForm`, never with a call begun."""
     name = yield from reader.run(_NAME)
-    if not name or name[0].isdigit():
+    if not all(map(str.isidentifier, name.split("."))):
         raise NotThisForm
     yield from reader.expect("(")
     if (yield from reader.after_space()) == ")":
@@ -76,7 +75,7 @@ def python_call(reader: Reader, telling: Telling) -> Reading[None]:
 def _parameter(reader: Reader) -> Reading[str]:
     """Takes `x=`."""
     name = yield from reader.run(_PARAMETER)
-    if not name or name[0].isdigit():
+    if not name.isidentifier():
         raise NotThisForm
     yield from reader.after_space()
     yield from reader.expect("=")
