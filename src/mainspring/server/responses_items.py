@@ -49,10 +49,10 @@ FindItem = Callable[[str], Item | None]
 
 def renamed(error: ApiError) -> ApiError:
     """A chat's refusal, in the words of this API."""
-    known = NAMES.get(error.param or "")
-    if known is None or error.param is None:
-        return error
-    return ApiError(error.status, error.message.replace(error.param, known), known)
+    param, words = error.param or "", error.message
+    for name in {param, "response_format"} & NAMES.keys():
+        words = words.replace(name, NAMES[name])
+    return ApiError(error.status, words, NAMES.get(param, error.param), headers=error.headers)
 
 
 # -- items ---------------------------------------------------------------------------------------------------
