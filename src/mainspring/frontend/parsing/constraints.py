@@ -71,12 +71,13 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     if not tools:
         raise RequestError("tools is empty; leave it out, or name at least one tool", "tools")
     found = tuple(_tool(number, tool) for number, tool in enumerate(tools))
-    names = [tool.name for tool in found]
-    for number, name in enumerate(names):
-        if name in names[:number]:
+    names: set[str] = set()
+    for number, (name, *_) in enumerate(found):
+        if name in names:
             raise RequestError(
                 f"tools[{number}]: there is a tool {name!r} already; each needs a name of its own", "tools"
             )
+        names.add(name)
     return found
 
 
