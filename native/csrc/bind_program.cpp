@@ -138,6 +138,20 @@ void linear(Program& program, int out, int x, const std::vector<std::tuple<Packe
   program.append(linear_step(out, x, std::move(views), std::move(then), add ? Into::Add : Into::Store));
 }
 
+void experts(Program& program, int out, int x, int scores, std::tuple<int, int, int> buffers,
+             const std::vector<std::tuple<PackedMatrix*, PackedMatrix*, PackedMatrix*>>& matrices,
+             const std::optional<Vector>& correction, std::tuple<int, int, int> counts, bool is_sigmoid,
+             bool is_normalised, float scale, Activation activation) {
+  if (matrices.empty()) throw std::invalid_argument("no experts");
+  const auto [gathered, inner, parts] = buffers;
+  const auto [num_experts, top_k, first] = counts;
+  std::vector<Expert> views;
+  for (const auto& [gate, up, down] : matrices) views.push_back({&gate->view(), &up->view(), &down->view()});
+  append_experts(program, out, x, scores, {gathered, inner, parts}, std::move(views),
+                 {num_experts, top_k, first, is_sigmoid, is_normalised, scale, activation,
+                  correction ? correction->data() : nullptr});
+}
+
 Pointwise bias_of(const Vector& bias) { return {Pointwise::Kind::Bias, bias.data()}; }
 Pointwise multiply_by(float factor) { return {Pointwise::Kind::Multiply, nullptr, factor}; }
 Pointwise soft_cap_of(float cap) { return {Pointwise::Kind::SoftCap, nullptr, cap}; }
@@ -176,7 +190,7 @@ void bind_program(nb::module_& m) {
             new (self) Machine(std::move(pool), variant_named(variant), int16);
           },
           "pool"_a, "variant"_a, "int16"_a)
-      .def("add_buffer", &Machine::add_buffer, "width"_a)
+      .def("add_buffer", &Machine::add_buffer, "width"_a, "copies"_a = 1)
       .def("want", &Machine::want, "buffer"_a, "rows"_a, "encoded"_a)
       .def("reserve", &Machine::reserve, "num_rows"_a)
       .def("add_rope", &Machine::add_rope, "frequencies"_a, "amplitude"_a)
@@ -243,6 +257,12 @@ void bind_program(nb::module_& m) {
       .def(
           "gate", [](Program& p, int out, int x, Activation activation) { p.append(gate_step(out, x, activation)); },
           "out"_a, "x"_a, "activation"_a)
+      .def(
+          "scale_rows", [](Program& p, int out, int x) { p.append(scale_rows_step(out, x)); }, "out"_a, "x"_a)
+      .def("experts", &experts, "out"_a, "x"_a, "scores"_a, "buffers"_a, "experts"_a, "correction"_a.none(), "counts"_a,
+           "is_sigmoid"_a, "is_normalised"_a, "scale"_a, "activation"_a, nb::keep_alive<1, 6>(),
+           nb::keep_alive<1, 7>(),
+           "buffers: gathered, inner, parts; experts: gate, up, down; counts: all experts, chosen, the first here.")
       .def("encode", [](Program& p, int x) { p.append(encode_step(x)); }, "x"_a)
       .def("angles", [](Program& p, int rope) { p.append(angles_step(rope)); }, "rope"_a)
       .def(

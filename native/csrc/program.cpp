@@ -11,6 +11,8 @@
 #include <new>
 #include <utility>
 
+#include "steps.h"
+
 namespace mainspring {
 
 // ---- memory -------------------------------------------------------------------------------------------------
@@ -51,9 +53,10 @@ Machine::~Machine() {
     if (plan.plan) destroy_plan(plan.plan);
 }
 
-int Machine::add_buffer(int width) {
+int Machine::add_buffer(int width, int copies) {
   Buffer buffer{};
   buffer.width = width;
+  buffer.copies = copies;
   buffers_.push_back(std::move(buffer));
   return static_cast<int>(buffers_.size()) - 1;
 }
@@ -68,8 +71,9 @@ void Machine::reserve(int rows) {
   for (Buffer& buffer : buffers_) {
     if (rows <= buffer.capacity) continue;
     buffer.capacity = rows;
-    const size_t floats = (static_cast<size_t>(rows) * buffer.width + 15) / 16 * 16;
-    const size_t num_records = static_cast<size_t>(rows + kPair - 1) / kPair * (buffer.width / kBlock);
+    const size_t num_rows = static_cast<size_t>(rows) * buffer.copies;
+    const size_t floats = (num_rows * buffer.width + 15) / 16 * 16;
+    const size_t num_records = (num_rows + kPair - 1) / kPair * (buffer.width / kBlock);
     const size_t float_bytes = buffer.wants_rows ? sizeof(float) * floats : 0;
     buffer.memory =
         std::make_shared<Memory>(float_bytes + (buffer.wants_encoded ? num_records * record_bytes(int16) : 0));
@@ -163,6 +167,7 @@ void Program::run() {
   Machine& machine = *machine_;
   failure_ = nullptr;
   if (machine.num_rows == 0) return;
+  machine.routes.reserve(machine.num_rows);
   if (machine.batch.num_requests) {
     for (auto& rope : machine.ropes) {
       rope.cosines.resize(rope.frequencies.size() * machine.num_rows);
@@ -198,67 +203,6 @@ std::vector<StepTime> Program::times() const {
 // ---- steps over rows ----------------------------------------------------------------------------------------
 
 namespace {
-
-// Rows are cut into about four pieces a thread.
-struct RowCut {
-  explicit RowCut(const Machine& machine) {
-    size = (machine.num_rows + 4 * machine.pool->num_threads() - 1) / (4 * machine.pool->num_threads());
-    count = (machine.num_rows + size - 1) / size;
-  }
-  int size, count;
-};
-
-// What is done to one row after another, and touches nothing of other rows.
-class RowOp {
- public:
-  virtual ~RowOp() = default;
-  virtual const char* kind() const = 0;
-  virtual void run(Machine&, int row, float* scratch) const = 0;
-};
-
-class RowsStep final : public Step {
- public:
-  explicit RowsStep(std::unique_ptr<RowOp> op) { ops_.push_back(std::move(op)); }
-  std::string kind() const override {
-    std::string all;
-    for (const auto& op : ops_) {
-      if (!all.empty()) all += '+';
-      all += op->kind();
-    }
-    return all;
-  }
-  int num_units(const Machine& machine) const override { return RowCut(machine).count; }
-  void run(Machine& machine, int unit, int thread) const override {
-    const RowCut cut(machine);
-    const int end = std::min(machine.num_rows, (unit + 1) * cut.size);
-    for (int row = unit * cut.size; row < end; ++row)
-      for (const auto& op : ops_) op->run(machine, row, machine.scratch(thread));
-  }
-  bool take_over(Step& next) override {
-    auto* rows = dynamic_cast<RowsStep*>(&next);
-    if (rows) std::move(rows->ops_.begin(), rows->ops_.end(), std::back_inserter(ops_));
-    return rows;
-  }
-
- private:
-  std::vector<std::unique_ptr<RowOp>> ops_;
-};
-
-template <typename Op, typename... Args>
-std::unique_ptr<Step> rows_step(Args... args) {
-  return std::make_unique<RowsStep>(std::make_unique<Op>(args...));
-}
-
-float* row_of(const Buffer& buffer, int row) {
-  return buffer.rows ? buffer.rows + static_cast<int64_t>(row) * buffer.width : nullptr;
-}
-
-// Where a step computes a row of `buffer`: in place, or in scratch if only its codes are kept.
-float* place(const Buffer& buffer, int row, float* scratch) { return buffer.rows ? row_of(buffer, row) : scratch; }
-
-void encode_if_wanted(Machine& machine, const Buffer& buffer, const float* x, int row, int column, int count) {
-  if (buffer.wants_encoded) machine.kernels.encode(x, count, buffer.encoded, row, column);
-}
 
 // Pointwise `what` to elements [column, column + count) of a row.
 void apply(const Machine& machine, const Pointwise& what, float* x, int column, int count) {
@@ -343,6 +287,18 @@ struct AddOp final : RowOp {
     Buffer& buffer = machine.buffer(out);
     machine.kernels.add(row_of(buffer, row), row_of(machine.buffer(x), row), buffer.width);
     encode_if_wanted(machine, buffer, row_of(buffer, row), row, 0, buffer.width);
+  }
+};
+
+struct ScaleRowsOp final : RowOp {
+  int out, x;
+  ScaleRowsOp(int out, int x) : out(out), x(x) {}
+  const char* kind() const override { return "scale_rows"; }
+  void run(Machine& machine, int row, float*) const override {
+    Buffer& buffer = machine.buffer(out);
+    float* y = row_of(buffer, row);
+    machine.kernels.multiply(y, 1.0f / (1.0f + std::exp(-*row_of(machine.buffer(x), row))), buffer.width);
+    encode_if_wanted(machine, buffer, y, row, 0, buffer.width);
   }
 };
 
@@ -445,8 +401,6 @@ struct AttentionStep final : Step {
 
 // ---- products -----------------------------------------------------------------------------------------------
 
-constexpr int kRowsPerUnit = 48;
-
 // A unit of a product: some rows by some panels of 16 columns. Rows go round fastest, so that threads work on the
 // same weights at a time.
 struct Cut {
@@ -462,15 +416,6 @@ struct Cut {
   int rows_of(int unit) const { return std::min(rows, num_rows - row(unit)); }
   int panels_of(int unit) const { return std::min(panels, num_panels - panel(unit)); }
 };
-
-int panels_of(const Matrix& matrix) { return (matrix.rows + kLanes - 1) / kLanes; }
-
-bool is_quantised(const Matrix& matrix) { return matrix.form == Form::Q8 || matrix.form == Form::Q4; }
-
-Input input_of(const Buffer& buffer, const Matrix& matrix) {
-  if (is_quantised(matrix)) return {nullptr, buffer.encoded};
-  return {buffer.rows, {}};
-}
 
 struct LinearStep final : Step {
   int out, x;
@@ -644,6 +589,7 @@ std::unique_ptr<Step> argmax_step(int x, const Matrix* head, std::vector<Pointwi
 }
 std::unique_ptr<Step> add_step(int out, int x) { return rows_step<AddOp>(out, x); }
 std::unique_ptr<Step> pointwise_step(int out, int x, Pointwise what) { return rows_step<PointwiseOp>(out, x, what); }
+std::unique_ptr<Step> scale_rows_step(int out, int x) { return rows_step<ScaleRowsOp>(out, x); }
 std::unique_ptr<Step> gate_step(int out, int x, Activation a) { return rows_step<GateOp>(out, x, a); }
 std::unique_ptr<Step> encode_step(int x) { return rows_step<EncodeOp>(x); }
 std::unique_ptr<Step> angles_step(int rope) { return rows_step<AnglesOp>(rope); }

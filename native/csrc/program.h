@@ -46,8 +46,9 @@ class Memory {
 
 struct Buffer {
   int width;
+  int copies = 1;  // rows for each row of a pass
   int capacity = 0;
-  float* rows = nullptr;  // [capacity][width]; null if only encoded
+  float* rows = nullptr;  // [capacity * copies][width]; null if only encoded
   Encoded encoded{};      // no records if only floats
   bool wants_rows = false;
   bool wants_encoded = false;
@@ -65,12 +66,35 @@ struct AttentionKey {  // layers with equal ones share a plan
   }
 };
 
+// Which experts the rows of a pass go through, layer by layer. Rows are gathered by expert: those of one are
+// neighbours, and begin with a pair.
+struct Routes {
+  struct Group {
+    int expert;  // of those that are here
+    int begin, count;  // gathered rows
+  };
+  int most_chosen = 0;          // by a row, in any layer
+  std::vector<int> experts;     // [rows][top_k], in order of their numbers
+  std::vector<float> weights;   // likewise
+  std::vector<int> places;      // likewise: the gathered row; -1: the expert is not here
+  std::vector<Group> groups;    // of experts that have rows
+  std::vector<int> counts;      // per expert that is here
+
+  void reserve(int num_rows) {
+    const size_t wanted = static_cast<size_t>(num_rows) * most_chosen;
+    if (experts.size() >= wanted) return;
+    experts.resize(wanted);
+    weights.resize(wanted);
+    places.resize(wanted);
+  }
+};
+
 class Machine {
  public:
   Machine(std::shared_ptr<Pool> pool, const Kernels& kernels, bool int16);
   ~Machine();
 
-  int add_buffer(int width);
+  int add_buffer(int width, int copies = 1);
   void want(int buffer, bool rows, bool encoded);
   Buffer& buffer(int id) { return buffers_[id]; }
   void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held, views keep theirs
@@ -103,6 +127,7 @@ class Machine {
   };
   std::vector<Plan> plans;
   std::vector<float> partials;
+  Routes routes;
   float* scratch(int thread) { return reinterpret_cast<float*>(scratch_->data()) + thread * kScratch; }
 
   static constexpr int kScratch = 128 * 1024;  // floats of a thread: attention's, or tiles of a product
@@ -155,6 +180,27 @@ class Program {
   std::exception_ptr failure_;     // of a call outside, in the pass that runs
 };
 
+struct Expert {
+  const Matrix *gate, *up, *down;
+};
+
+// The constants of a layer of experts: see ExpertShape of ops.py.
+struct ExpertShape {
+  int num_experts, top_k;
+  int first;  // the experts that are here follow it
+  bool is_sigmoid, is_normalised;
+  float scale;
+  Activation activation;
+  const float* correction;  // [num_experts]; null: none
+};
+
+// Where its steps work: rows by expert, 2 * top_k for each row of a pass.
+struct ExpertBuffers {
+  int gathered;  // of x
+  int inner;     // what `down` reads
+  int parts;     // what each expert says
+};
+
 enum class Into { Store, Add };
 
 // A product with one stacked part of a weight: its outputs go to columns [column, column + matrix.rows).
@@ -186,6 +232,11 @@ std::unique_ptr<Step> argmax_step(int x, const Matrix* head, std::vector<Pointwi
 std::unique_ptr<Step> add_step(int out, int x);
 std::unique_ptr<Step> pointwise_step(int out, int x, Pointwise what);
 std::unique_ptr<Step> gate_step(int out, int x, Activation);
+// out *= sigmoid(x); x is one wide.
+std::unique_ptr<Step> scale_rows_step(int out, int x);
+// Several steps: each row's weighted sum of what its experts say (experts.cpp).
+void append_experts(Program& program, int out, int x, int scores, ExpertBuffers buffers, std::vector<Expert> experts,
+                    ExpertShape shape);
 std::unique_ptr<Step> encode_step(int x);
 std::unique_ptr<Step> angles_step(int rope);
 std::unique_ptr<Step> rope_step(int x, int rope, int num_heads, int head_size, bool interleaved);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mainspring.kernels.ops import AttentionShape, Call
+from mainspring.kernels.ops import AttentionShape, Call, ExpertShape
 from mainspring.kernels.program import Instruction, Recorded, Storage, Weights, largest, record
 
 SHAPE = AttentionShape(4, 2, 16, 0.25)
@@ -100,6 +100,43 @@ def test_a_weight_of_mixed_types_reads_both():
     recorded = record(MODEL, weights(mixed=frozenset({"wqkv"})), given=None, kept="normed")
     (first, *_) = (i for i in recorded.instructions if i.op == "linear")
     assert first.operands[1] == Storage("normed", True, True)
+
+
+def test_experts_read_scores_as_floats_and_rows_as_their_weights_want():
+    shape = ExpertShape(6, 2, 32, "silu", "softmax", True)
+    calls = [
+        Call("rms_norm", ("normed", "given", "norm", 1e-5)),
+        Call("linear", ("scores", "normed", "router")),
+        Call("experts", ("branch", "normed", "scores", "experts", "down", None, shape)),
+        Call("linear", ("shared", "normed", "shared")),
+        Call("linear", ("gate", "normed", "shared_gate")),
+        Call("scale_rows", ("shared", "gate")),
+        Call("add", ("branch", "shared")),
+        Call("linear", ("out", "branch", "a")),
+    ]
+    floats = ("router", "shared_gate")
+    forms = Weights(lambda handle: [64], lambda handle: (handle in floats, handle not in floats))
+    recorded = record(calls, forms, given="given", kept="out")
+    assert ops(recorded) == [call.op for call in calls], "what they say is encoded where it is made"
+    assert recorded.instructions[2].operands[:3] == (
+        Storage("branch", True, True),
+        Storage("normed", True, True),
+        Storage("scores", True, False),
+    )
+
+
+def test_what_experts_read_is_not_dead():
+    """A product that could be added to another buffer at once, were its rows not read by experts later."""
+    shape = ExpertShape(6, 2, 32, "silu", "softmax", True)
+    for x, scores in (("middle", "given"), ("given", "middle")):
+        calls = [
+            Call("linear", ("middle", "given", "a")),
+            Call("add", ("sum", "middle")),
+            Call("experts", ("out", x, scores, "experts", "down", None, shape)),
+        ]
+        before = [Call("linear", ("sum", "given", "b"))]
+        recorded = record([*before, *calls], weights(quantised=False), given="given", kept="out")
+        assert ops(recorded) == ["linear", "linear", "add", "experts"]
 
 
 def test_rows_from_outside_are_encoded_by_a_step_of_their_own_and_products_encode_whole_blocks():

@@ -22,6 +22,7 @@ from mainspring.kernels.ref import RefOps
 from mainspring.models.decoder import Decoder
 from mainspring.models.spec import (
     AttnSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -119,6 +120,22 @@ SPECS = {
     },
     "gates that are no whole blocks": spec(mlp(intermediate_size=40, bias=True)),
     "no gate, and no whole blocks": spec(mlp(intermediate_size=40, gated=False, bias=True)),
+    "experts": spec(replace(LAYER, mlp=ExpertsSpec(6, 2, 64))),
+    "experts by sigmoids, a correction, and one for all": spec(
+        replace(
+            LAYER,
+            mlp=ExpertsSpec(7, 3, 32, scoring="sigmoid", scale=1.7, correction=True, shared=MLPSpec(64)),
+        )
+    ),
+    "all of the experts, unnormalised, and one for all with a gate": spec(
+        replace(
+            LAYER,
+            mlp=ExpertsSpec(5, 5, 32, "gelu_tanh", normalised=False, shared=MLPSpec(96), shared_gate=True),
+        )
+    ),
+    "experts that are no whole blocks": spec(replace(LAYER, mlp=ExpertsSpec(40, 1, 40))),
+    "a layer without experts, and one with": spec(LAYER, replace(LAYER, mlp=ExpertsSpec(9, 4, 96))),
+    "some experts are elsewhere": spec(replace(LAYER, mlp=ExpertsSpec(6, 3, 64, first=2, num_here=2))),
     "the head is the embedding": spec(tied_embeddings=True),
     "a bias of the head": spec(head_bias=True),
     "a scale of logits": spec(logit_scale=0.125),
@@ -219,7 +236,8 @@ def decoders(spec: ModelSpec, kind: str, **settings: Any) -> tuple[Decoder, Deco
             native.ops.add_weight(handle, vector)
             twin.ops.add_weight(handle, vector)
         else:
-            matrices = [packed(part, kind) for part in parts]
+            is_exact = handle.endswith(("router", "shared_gate"))  # as `models/packing.py` has it
+            matrices = [packed(part, "F32" if is_exact else kind) for part in parts]
             ops.add_weight(handle, PackedWeight(tuple(matrices)))
             twin.ops.add_weight(handle, np.concatenate([matrix.unpack() for matrix in matrices]))
     for rope in ropes(spec):

@@ -31,6 +31,7 @@ from mainspring.kernels.ops import (
     AttentionShape,
     Batch,
     Call,
+    ExpertShape,
     Floats,
     Ints,
     Recorder,
@@ -53,7 +54,7 @@ QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
-API_VERSION = 4  # of the library (native/csrc/module.cpp)
+API_VERSION = 5  # of the library (native/csrc/module.cpp)
 
 
 @cache
@@ -408,6 +409,51 @@ class NativeOps:
 
     def _add_encode(self, program: Any, x: Storage) -> None:
         program.encode(self._place(x))
+
+    def _add_scale_rows(self, program: Any, out: Storage, x: Storage) -> None:
+        program.scale_rows(self._place(out), self._place(x))
+
+    def _add_experts(
+        self,
+        program: Any,
+        out: Storage,
+        x: Storage,
+        scores: Storage,
+        gate_up: str,
+        down: str,
+        correction: str | None,
+        shape: ExpertShape,
+    ) -> None:
+        gates, ups, downs = self._parts(gate_up)[::2], self._parts(gate_up)[1::2], self._parts(down)
+        copies = 2 * shape.top_k  # gathered rows of each expert begin with a pair: at most one more for each
+        hidden = self._recorder.widths[x.buffer]
+        buffers = (
+            self._work_place("gathered", hidden, copies, *self._reads_encoded(gate_up)),
+            self._work_place("inner", shape.intermediate_size, copies, *self._reads_encoded(down)),
+            self._work_place("parts", hidden, copies, True, False),
+        )
+        program.experts(
+            self._place(out),
+            self._place(x),
+            self._place(scores),
+            buffers,
+            list(zip(gates, ups, downs, strict=True)),
+            None if correction is None else self._vector(correction),
+            (shape.num_experts, shape.top_k, shape.first),
+            shape.scoring == "sigmoid",
+            shape.normalised,
+            shape.scale,
+            self._activation(shape.activation),
+        )
+
+    def _work_place(self, use: str, width: int, copies: int, floats: bool, encoded: bool) -> int:
+        """A buffer for what a step of several parts has between them, the same for all that want such a one."""
+        storage = Storage(f"{use} {width} x {copies}", floats, encoded)
+        if storage not in self._storages:
+            place = self._machine.add_buffer(width, copies)
+            self._machine.want(place, floats, encoded)
+            self._storages[storage] = place
+        return self._storages[storage]
 
     def _add_rope(
         self,

@@ -55,9 +55,9 @@ POINTWISE = ("add_bias", "scale", "soft_cap")  # in place; a product does them i
 # Operations by what they do to their first operand: it gets a new value, or the one that it has is changed.
 WRITES = (
     *("embedding", "rms_norm", "layer_norm", "linear", "activate", "gate", "gated", "attention"),
-    *("recv", "all_gather"),
+    *("recv", "all_gather", "experts"),
 )
-CHANGES = (*POINTWISE, "add", "add_position", "head_norm", "rope", "linear_add", "all_reduce")
+CHANGES = (*POINTWISE, "add", "add_position", "head_norm", "rope", "linear_add", "all_reduce", "scale_rows")
 READS = {  # the other operand that is read as floats
     "rms_norm": 1,
     "layer_norm": 1,
@@ -66,10 +66,18 @@ READS = {  # the other operand that is read as floats
     "gate": 1,
     "write_kv": 1,
     "attention": 2,
+    "experts": 2,
+    "scale_rows": 1,
     "send": 0,
     "all_gather": 1,
 }
-PRODUCTS = {"linear": (1, 2), "linear_add": (1, 2), "gated": (1, 2), "argmax": (0, 1)}  # (input, weight)
+PRODUCTS = {  # (input, weight)
+    "linear": (1, 2),
+    "linear_add": (1, 2),
+    "gated": (1, 2),
+    "experts": (1, 3),
+    "argmax": (0, 1),
+}
 DO_NOT_ENCODE = ("head_norm", "rope", "all_reduce", "recv", "all_gather")
 
 
@@ -182,8 +190,8 @@ def _is_dead(buffer: str, calls: Sequence[Call], index: int) -> bool:
     """Whether `buffer` is written before it is read, from `index` on."""
     for call in itertools.islice(calls, index, None):
         op, operands = call
-        source = READS.get(op, PRODUCTS.get(op, (None,))[0])
-        if source is not None and operands[source] == buffer:
+        sources = [source for source in (READS.get(op), PRODUCTS.get(op, (None,))[0]) if source is not None]
+        if any(operands[source] == buffer for source in sources):
             return False
         if operands[0] == buffer and (op in CHANGES or op in WRITES):
             return op in WRITES

@@ -24,7 +24,7 @@ from mainspring.models.decoder import Decoder
 from mainspring.models.families import Model, from_config, from_folder, from_gguf
 from mainspring.models.packing import Progress, pack_weights
 from mainspring.models.parallel import ALONE, Place, share_of
-from mainspring.models.spec import ExpertsSpec, ModelSpec
+from mainspring.models.spec import ModelSpec
 from mainspring.models.views import TensorSource
 from mainspring.models.weights import (
     check_memory,
@@ -121,9 +121,9 @@ def _unfit(config: EngineConfig, spec: ModelSpec) -> str | None:
     """What the native kernels have no form for."""
     if config.block_size % KV_TILE:
         return f"block_size {config.block_size} is no multiple of {KV_TILE}"
+    if config.data_parallel is not None:
+        return "experts for the rows of other ranks have no native form yet"
     for layer in spec.layers:
-        if isinstance(layer.mlp, ExpertsSpec):
-            return "layers of experts have no native form yet"
         size = layer.attn.head_size
         if size % KV_TILE or size > MOST_HEAD_SIZE:
             return f"heads of {size} are no multiple of {KV_TILE} up to {MOST_HEAD_SIZE}"

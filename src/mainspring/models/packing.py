@@ -37,6 +37,9 @@ MOST_HALF = 65504.0  # the largest number in fp16
 # The largest magnitude that each quantization holds. Those of 8 and 4 bits have scales and mins in fp16.
 LARGEST = {"f16": MOST_HALF, "bf16": 3.3895e38, "q8": 127 * MOST_HALF, "q4": MOST_HALF}
 
+# Matrices that are never quantised: of a few rows, and what is chosen by them changes at once.
+CHOOSING = (".router", ".shared_gate")
+
 Progress = Callable[[int, int], None]  # (bytes packed, of how many)
 
 
@@ -78,7 +81,8 @@ def place_weights(
             if len(part.shape) != 2:
                 continue
             tensor = model.names.get(part.role, "")
-            kind = packed_type(type_of(tensor), quantization)
+            chooses = part.role.endswith(CHOOSING)
+            kind = packed_type(type_of(tensor), None if chooses else quantization)
             try:
                 matrix = native.Matrix(kind, *part.shape)
             except ValueError as error:

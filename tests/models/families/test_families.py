@@ -12,7 +12,7 @@ import pytest
 from family_files import write_folder, write_gguf
 from family_fixtures import NUM_NEW, Fixture
 from gemma_phi_gpt2_configs import MAX_MODEL_LEN
-from moe_configs import FOLDERS_ONLY, MOE_CONFIGS
+from moe_configs import FOLDERS_ONLY
 
 from mainspring import LLM, SamplingParams
 from mainspring.base.outputs import Logprob
@@ -71,8 +71,6 @@ def llm(request: pytest.FixtureRequest, fixture: Fixture, path: Path) -> Iterato
     }[request.param]
     if request.param == "native" and library() is None:
         pytest.skip(why_not())
-    if request.param == "native" and fixture.name in MOE_CONFIGS:
-        pytest.skip("experts have no native form yet")
     llm = opened(path, max_model_len=MAX_MODEL_LEN.get(fixture.name), max_num_seqs=4, **settings)
     yield llm
     llm.shutdown()
