@@ -140,7 +140,7 @@ class EngineArgs:
         metadata={"help": "what multiplies quantised weights; int16 is exact to the token, and slower"},
     )
     kv_cache_dtype: Literal["auto", "float32", "float16", "int8"] = field(
-        default="auto", metadata={"help": "type of keys and values; auto: float16, in numpy float32"}
+        default="auto", metadata={"help": "type of keys and values; auto: 16 bits, in numpy float32"}
     )
     instruction_set: Literal["auto", "avx2", "avx512"] = field(
         default="auto", metadata={"help": "variant of the native kernels; auto: the fastest that runs here"}
