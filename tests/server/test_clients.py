@@ -46,6 +46,8 @@ def server(smollm2):
     [
         ("openai2", "openai>=2,<3", "openai_conversation.py"),
         ("openai3", "openai>=3,<4", "openai_conversation.py"),
+        ("openai2", "openai>=2,<3", "openai_responses.py"),
+        ("openai3", "openai>=3,<4", "openai_responses.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
     ],
 )
