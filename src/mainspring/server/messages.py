@@ -32,7 +32,7 @@ async def create_message(service: Service, request: Request) -> Response:
     try:
         talk = await converse(service, llm, chat)
     except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error)) from None
+        raise renamed(as_api_error(error), body) from None
     name = f"msg_{answer_id(request, None)}"
     reading = talk.reading
     writer = MessagesWriter(
@@ -61,7 +61,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
             bool(chat.tools) or is_long(chat.messages), lambda: chat_prompt(chat, service.chats)
         )
     except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error)) from None
+        raise renamed(as_api_error(error), body) from None
     return JSONReply(TokenCount(len(prompt.token_ids)))
 
 

@@ -55,15 +55,15 @@ NAMES = {
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def renamed(error: ApiError) -> ApiError:
+def renamed(error: ApiError, body: CountTokensRequest) -> ApiError:
     """A chat's refusal, in the words of this API."""
-    words = re.sub(
-        r"\b\w+_\w+\b", lambda found: NAMES.get(found[0], found[0]), error.message
-    )  # what has no `_` may be a word like others
-    if error.param is None or error.param not in NAMES:
-        return ApiError(error.status, words, error.param)
-    known = NAMES[error.param]
-    return ApiError(error.status, re.sub(rf"\b{error.param}\b", known, words), known)
+    names = dict(NAMES)
+    if body.thinking is not None and body.thinking.type == "disabled":
+        names["reasoning_effort"] = "thinking.type"
+    # What has no `_` may be a word like others.
+    meant = [name for name in names if "_" in name or name == error.param]
+    words = re.sub(rf"\b({'|'.join(meant)})\b", lambda found: names[found[0]], error.message)
+    return ApiError(error.status, words, names.get(error.param or "", error.param))
 
 
 # -- messages ------------------------------------------------------------------------------------------------

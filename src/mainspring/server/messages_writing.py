@@ -10,10 +10,9 @@ one of which is open at a time:
 Rules.
 1. However an answer is cut into outputs, the message at its end is the same, and so are the events but for
    where deltas are cut.
-2. White space alone is no block beside others: models write line ends between calls. An answer that says
-   nothing has no block.
+2. An answer that says nothing has no block.
 3. The input of a call is the object that the model wrote. What is none (the answer was cut in it, or the
-   model erred) is shown as {"INVALID_JSON": text}, which is how that API says it; a stream says the text itself.
+   model erred) is {"INVALID_JSON": text}, as that API lets clients say it; a stream has the text itself.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class MessagesWriter:
         self._content: list[Block] = []  # those that are complete
         self._open: Block | None = None
         self._pieces: list[str] = []  # of the open one's text
-        self._held = ""  # white space that may become the beginning of a text
         self._stop: Stop | None = None
         self._tally = Tally()
         self._has_begun = False
@@ -131,10 +129,6 @@ class MessagesWriter:
                     yield self._grow(text)
             case Content(text):
                 if not isinstance(self._open, TextBlock):
-                    self._held += text
-                    if self._held.isspace():
-                        return
-                    text = self._held
                     yield from self._enter(TextBlock())
                 yield self._grow(text)
             case CallBegins(_, name):
@@ -146,7 +140,6 @@ class MessagesWriter:
 
     def _enter(self, block: Block) -> Events:
         yield from self._close()
-        self._held = ""
         self._open = block
         yield BlockStart(len(self._content), msgspec.structs.replace(block))
 
@@ -182,11 +175,6 @@ class MessagesWriter:
 
     def _end(self, answer: CompletionOutput) -> Events:
         yield from self._close()
-        if self._held and not self._content:
-            text = self._held
-            yield from self._enter(TextBlock())
-            yield self._grow(text)
-            yield from self._close()
         self._stop = self._stop_of(answer)
         yield MessageDelta(self._stop, self._usage())
         yield MessageStop()
