@@ -270,11 +270,18 @@ def test_a_broken_call_does_not_hide_the_next():
         ('"{}"}</tool_call>', '"{}"', ""),
         ("null}</tool_call>", "null", ""),
         ('{}, "id": {"x": "}"}}</tool_call>', "{}", ""),
+        ('{"a": 1}, "parameters": {"b": 2}}</tool_call>', '{"a": 1}', ""),  # the first count
     ],
 )
 def test_arguments_are_passed_on_as_they_were_written(written: str, arguments: str, rest: str):
     events = said(f'<tool_call>{{"name": "f", "arguments": {written}')
     assert events == [*call(0, "f", arguments), *([Content(rest)] if rest else [])]
+
+
+def test_an_end_tag_is_one_only_behind_its_call():
+    good, broken = '<tool_call>{"name": "f", "arguments": {}}', "<tool_call>x</tool_call>"
+    assert said(f"{good}</tool_call></tool_call>") == [*call(0, "f", "{}"), Content("</tool_call>")]
+    assert said(f"{good}{broken}") == [*call(0, "f", "{}"), Content(broken)]
 
 
 def test_a_tool_without_arguments():

@@ -103,7 +103,7 @@ def _answer(
         if tag == calls.begin:
             reader.hold()
             reader.take(reader.at + len(tag))
-            is_open = (yield from _calls(reader, telling, calls)) or is_open
+            is_open = yield from _calls(reader, telling, calls)
         elif is_open:
             reader.take(reader.at + len(tag))
             telling.tag()
