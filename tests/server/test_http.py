@@ -53,7 +53,7 @@ def server():
         ("POST", "/detokenize", {}, 400),
         ("POST", "/detokenize", {"tokens": [-1]}, 400),
         ("POST", "/detokenize", {"tokens": [10**6]}, 400),
-        ("POST", "/v1/responses", {"input": "x"}, 400),
+        ("POST", "/v1/responses", {}, 400),
         ("POST", "/v1/messages", {}, 404),
         ("GET", "/reset_prefix_cache", None, 404),
     ],
