@@ -13,6 +13,7 @@ from mainspring import LLM, SamplingParams
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError
 from mainspring.frontend.async_llm import AsyncLLM
+from mainspring.kernels.native import library
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen2_moe",
@@ -45,15 +46,24 @@ PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with LLM(**SETTINGS, in_process=True) as llm:
+    return said()
+
+
+def said(**settings: Any) -> list[list[int]]:
+    with LLM(**SETTINGS | settings) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("expert_parallel", [True, False])
 def test_ranks_that_share_layers(expert_parallel: bool, expected: list[list[int]]) -> None:
-    with LLM(**SETTINGS, tensor_parallel_size=2, enable_expert_parallel=expert_parallel) as llm:
-        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-    assert found == expected
+    assert said(tensor_parallel_size=2, enable_expert_parallel=expert_parallel) == expected
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels")
+def test_ranks_that_share_layers_on_native_kernels() -> None:
+    native = {"kernels": "native", "block_size": 16}
+    alone = said(**native, in_process=True)
+    assert said(**native, tensor_parallel_size=2, enable_expert_parallel=True) == alone
 
 
 def test_data_parallel_ranks_in_lock_step(expected: list[list[int]]) -> None:

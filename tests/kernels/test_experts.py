@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mainspring.kernels.ops import ExpertShape, Floats
+from mainspring.kernels.ops import ExpertShape, Floats, LazyWeight
 from mainspring.kernels.ref import RefOps, route
 
 HIDDEN, WIDTH, NUM_EXPERTS = 12, 7, 6
@@ -105,6 +105,19 @@ def test_experts(rows: int, top_k: int, scoring: str, normalised: bool, correcte
     correction = CORRECTION if corrected else None
     expected = naive(x, scores, shape, correction)
     np.testing.assert_allclose(computed(x, scores, shape, correction), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_matrices_that_are_made_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are needed at once."""
+    x, scores = random(5, HIDDEN), random(5, NUM_EXPERTS, seed=4)
+    expected = computed(x, scores, shape_of())
+
+    def lazily(ops: RefOps, weight: str, value: Any) -> None:
+        lazy = LazyWeight(value.shape, lambda out: np.copyto(out, value))
+        ops._weights[weight] = lazy
+
+    monkeypatch.setattr(RefOps, "add_weight", lazily)
+    np.testing.assert_array_equal(computed(x, scores, shape_of()), expected)
 
 
 def test_of_equal_scores_the_lowest_numbers_win() -> None:

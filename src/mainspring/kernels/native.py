@@ -447,7 +447,7 @@ class NativeOps:
         )
 
     def _work_place(self, use: str, width: int, copies: int, floats: bool, encoded: bool) -> int:
-        """A buffer for what a step of several parts has between them, the same for all that want such a one."""
+        """A buffer for what lies between the parts of a step, the same for all that want such a one."""
         storage = Storage(f"{use} {width} x {copies}", floats, encoded)
         if storage not in self._storages:
             place = self._machine.add_buffer(width, copies)

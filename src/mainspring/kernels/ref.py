@@ -210,7 +210,7 @@ class RefOps:
         shape: ExpertShape,
     ) -> None:
         rows, source, scored = self._views[out], self._views[x], self._views[scores]
-        gates, downs = self._matrix(gate_up), self._matrix(down)
+        gates, downs = self._matrix(gate_up), self._matrix(down, "second weight")
         contract.check_experts(
             rows.shape[1], source.shape[1], scored.shape[1], gates.shape, downs.shape, shape
         )
@@ -309,10 +309,11 @@ class RefOps:
         )
         return self._batch
 
-    def _matrix(self, weight: str) -> npt.NDArray[np.float32]:
+    def _matrix(self, weight: str, place: str = "weight") -> npt.NDArray[np.float32]:
+        """place: where one that is made at each use is, until another is made there."""
         value = self._weights[weight]
         if isinstance(value, LazyWeight):
-            array = self._scratch.take("weight", value.shape)
+            array = self._scratch.take(place, value.shape)
             value.fill(array)
             return array
         return value

@@ -8,14 +8,17 @@ from typing import Any
 
 import family_fixtures
 import gguf
+import gguf.quants
 import numpy as np
 import pytest
 from family_files import write_folder, write_gguf
-from family_fixtures import Floats
+from family_fixtures import Floats, log_softmax
 from test_damaged_models import Altered, last_row_of, loaded, refusal
+from test_families import PROMPTS_ONLY, opened, row
 from test_published_configs import read
 
 from mainspring.base.errors import CheckpointError
+from mainspring.kernels.native import library, why_not
 from mainspring.models.spec import ExpertsSpec, MLPSpec, ModelSpec
 
 Change = Callable[[gguf.GGUFWriter], None]
@@ -95,6 +98,32 @@ def _in_matrices(writer: gguf.GGUFWriter) -> None:
         values = tensors.pop(name).tensor
         for expert, matrix in enumerate(values):
             writer.add_tensor(name.replace("_exps", f".{expert}"), np.ascontiguousarray(matrix))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
+def test_quantised_stacks(kind: str, tmp_path: Path) -> None:
+    """Each expert's rows stay in the file's type: numpy computes with what they stand for, and native kernels
+    pack them as they are, both nearly alike."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        (tensors,) = writer.tensors
+        type_ = gguf.GGMLQuantizationType[kind]
+        for name in [name for name in tensors if "_exps" in name]:
+            values = tensors.pop(name).tensor
+            writer.add_tensor(name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+
+    fixture = family_fixtures.load("qwen2-moe")
+    path = altered_gguf("qwen2-moe", tmp_path, edit)
+    expected = log_softmax(last_row_of(path, fixture))
+    off = np.abs(expected - fixture.log_probs[0][-1]).max()
+    assert 1e-4 < off < (0.1 if kind == "Q8_0" else 1.5), "quantised, and not spoilt"
+    if library() is None:
+        pytest.skip(why_not())
+    native = {"kernels": "native", "block_size": 16, "activations": "int16", "kv_cache_dtype": "float32"}
+    with opened(path, **native) as llm:
+        (output,) = llm.generate(fixture.token_ids[:1], PROMPTS_ONLY, use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+    np.testing.assert_allclose(row(output.outputs[0].logprobs[0]), expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
