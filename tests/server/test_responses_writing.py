@@ -189,7 +189,7 @@ def test_every_cut(text, reason):
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_cuts(data):
-    """However it is cut, and wherever the answer ends (case B136)."""
+    """Case B136: however it is cut, and wherever the answer ends."""
     text = data.draw(st.sampled_from(TEXTS))
     text = text[: data.draw(st.integers(0, len(text)))]
     reason = data.draw(st.sampled_from(["stop", "length"]))
