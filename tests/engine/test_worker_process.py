@@ -14,6 +14,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import count
+from random import Random
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -252,6 +255,43 @@ def test_a_core_with_workers_is_told_to_end(
     assert client.process.process.wait(PATIENCE_S) == 0
     client.shutdown()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_core_with_workers_that_may_finish(place: Place) -> None:
+    """Told to end, with time: what was asked is answered to its end."""
+    config = breakable_config(settings=STAGES | {"max_num_seqs": 2}, step_s=STEP_S)
+    client = place.client(config, shutdown_timeout_s=PATIENCE_S)
+    for name in ("a", "b", "waits"):
+        client.add_request(request(name, 30))
+    client.call(CheckHealth())  # they have arrived
+    os.kill(client.process.pid, signal.SIGTERM)
+    ends = in_thread(lambda: read_ends(client, {"a", "b", "waits"})).result(PATIENCE_S)
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert client.process.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16))
+def test_one_of_them_is_killed_at_some_moment(place: Place, surroundings: Surroundings, seed: int) -> None:
+    """The core or a worker, while requests come: whoever waits is told, nothing is left, and it is no other
+    cause than this."""
+    random = Random(seed)
+    settings = random.choice([STAGES, SHARERS, STAGES | {"async_scheduling": True}])
+    client = place.client(breakable_config(settings=settings | {"max_num_seqs": 2}))
+    (core,) = place.core_pids()
+    victims = {core: rf"\(pid {core}\)"} | {pid: rf"\(pid {pid}\)" for pid in surroundings.workers}
+    pid = random.choice(list(victims))
+    killer = Timer(random.uniform(0.0, 0.3), os.kill, [pid, signal.SIGKILL])
+    killer.start()
+
+    def ask_for_ever() -> None:
+        for number in count():
+            client.add_request(request(f"{number}", random.randint(1, 40)))
+            read_ends(client, {f"{number}"})
+
+    with pytest.raises(EngineDeadError, match=victims[pid] + " was killed by SIGKILL"):
+        ask_for_ever()
+    killer.join()
 
 
 @pytest.mark.parametrize(
