@@ -50,6 +50,11 @@ GROUPS = {
         *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
     ),
     "clients": ("api_key", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+    "conversations": (
+        *("response_role", "trust_request_chat_template", "default_chat_template_kwargs"),
+        *("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"),
+        *("max_stored_responses", "max_stored_response_bytes"),
+    ),
 }
 # of the engine's settings: taken in another way here
 OURS = ("model", "served_model_name", "shutdown_timeout", "in_process")

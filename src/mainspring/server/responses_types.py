@@ -7,6 +7,7 @@ role of its message.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -325,6 +326,11 @@ class ArgumentsDone(_OfItem, kw_only=True, tag="response.function_call_arguments
 
 def name_of(event: ResponseEvent) -> str:
     """What stands beside `event:` on the wire."""
-    tag = type(event).__struct_config__.tag
+    return _name_of(type(event))
+
+
+@cache
+def _name_of(kind: type[ResponseEvent]) -> str:
+    tag = kind.__struct_config__.tag
     assert isinstance(tag, str)
     return tag

@@ -200,15 +200,15 @@ class ResponsesWriter:
 
     def _say(self, event: Event) -> Events:
         match event:
+            case Content(text):
+                if not isinstance(self._open, _Message):
+                    yield from self._enter(_Message, "msg")
+                yield self._grow(text)
             case Reasoning(text):
                 if self._include_reasoning:
                     if not isinstance(self._open, _Reasoning):
                         yield from self._enter(_Reasoning, "rs")
                     yield self._grow(text)
-            case Content(text):
-                if not isinstance(self._open, _Message):
-                    yield from self._enter(_Message, "msg")
-                yield self._grow(text)
             case CallBegins(_, name):
                 yield from self._enter(partial(_Call, name, self._new_call_id()), "fc")
             case CallArguments(_, text):

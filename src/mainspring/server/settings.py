@@ -116,7 +116,7 @@ class ServerSettings:
         default=1000, metadata={"help": "how many answers of /v1/responses are kept; 0: none"}
     )
     max_stored_response_bytes: int = field(
-        default=64 << 20, metadata={"help": "how many bytes of conversations they may be, as JSON"}
+        default=64 << 20, metadata={"help": "how many bytes they may be, as JSON; default: 64 MiB"}
     )
     sse_keep_alive_interval: float = field(
         default=0.0, metadata={"help": "seconds after which a silent stream says so; 0: never"}
