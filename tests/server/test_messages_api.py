@@ -341,6 +341,10 @@ def test_thinking():
             assert prompt(server) == plain
             assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
             assert answer == {"type": "text", "text": "Yes."}
+        thought = {"thinking_tokens": len(TOY.encode("<think>\nHm.\n</think>"))}
+        assert create(server)["usage"]["output_tokens_details"] == thought
+        assert stream(server)[-2]["usage"]["output_tokens_details"] == thought
+        create(server, thinking=thinks[-1])
         tag = json.loads(server.core.inner.seen[-1].structured_outputs.structural_tag)
         assert '"max_tokens": 1024' in json.dumps(tag)
         [answer] = create(server, thinking={"type": "adaptive", "display": "omitted"})["content"]

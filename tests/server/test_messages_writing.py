@@ -42,6 +42,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._parser = AnswerParser(tool_format("hermes"), reasoning_format("qwen3"))
+        self.num_reasoning_tokens = 0
 
     @property
     def has_calls(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 # -- requests ------------------------------------------------------------------------------------------------
 
@@ -50,6 +51,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     # without effect on an answer
     cache_control: dict[str, Any] | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
     # refused unless they ask for nothing
     mcp_servers: list[dict[str, Any]] | None = None
     container: str | dict[str, Any] | None = None
@@ -72,7 +75,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
-    speed: str | None = None
     return_mm_kwargs: bool | None = None
     mm_payload: str | None = None
     # refused unless they ask for nothing
@@ -104,11 +106,16 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class OutputTokens(msgspec.Struct):
+    thinking_tokens: int  # with the tags around it
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int  # of the prompt, without those of the next two
     output_tokens: int
     cache_creation_input_tokens: int = 0  # nothing is stored beyond the engine's own cache
     cache_read_input_tokens: int = 0
+    output_tokens_details: OutputTokens | UnsetType = UNSET  # where something was thought
 
 
 class Message(msgspec.Struct, kw_only=True):

@@ -46,6 +46,7 @@ from mainspring.server.messages_types import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OutputTokens,
     SignatureDelta,
     Stop,
     StopReason,
@@ -66,6 +67,9 @@ class Reader(Protocol):
 
     @property
     def has_calls(self) -> bool: ...
+
+    @property
+    def num_reasoning_tokens(self) -> int: ...
 
     def read(self, answer: CompletionOutput) -> list[Event]: ...
 
@@ -106,9 +110,7 @@ class MessagesWriter:
         self._tally.add(prompt_index, output)
         if not self._has_begun:
             self._has_begun = True
-            usage = self._usage()
-            usage.output_tokens = 0  # a beginning
-            yield MessageStart(self._message(usage))
+            yield MessageStart(self._message(self._prompt_usage()))
         for answer in output.outputs:
             for event in joined(self._reader.read(answer)):
                 yield from self._say(event)
@@ -206,13 +208,18 @@ class MessagesWriter:
             usage=usage,
         )
 
-    def _usage(self) -> MessageUsage:
-        counted, num_cached = self._tally.usage(), self._tally.num_cached_tokens or 0
+    def _prompt_usage(self) -> MessageUsage:
+        num_prompt, num_cached = self._tally.usage().prompt_tokens, self._tally.num_cached_tokens or 0
         return MessageUsage(
-            input_tokens=counted.prompt_tokens - num_cached,
-            output_tokens=counted.completion_tokens,
-            cache_read_input_tokens=num_cached,
+            input_tokens=num_prompt - num_cached, output_tokens=0, cache_read_input_tokens=num_cached
         )
+
+    def _usage(self) -> MessageUsage:
+        usage = self._prompt_usage()
+        usage.output_tokens = self._tally.num_completion_tokens
+        if num_thinking := self._reader.num_reasoning_tokens:
+            usage.output_tokens_details = OutputTokens(num_thinking)
+        return usage
 
 
 def _object(text: str) -> msgspec.Raw:
