@@ -189,7 +189,7 @@ def test_blas_threads_can_be_set() -> None:
         ({"llama.rope.scaling.type": "dynamic"}, "llama.rope.scaling.type is 'dynamic'"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor is 4.0"),
         ({"llama.attention.sliding_window": -1}, "llama.attention.sliding_window is -1"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"llama.something_new": [1, 2]}, "llama.something_new is"),
         ({"llama.attention.head_count": 5}, "llama.attention.head_count is 5; expected a divisor"),
         ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count is"),
@@ -307,7 +307,7 @@ def test_a_file_gives_what_its_tensors_give(tmp_path: Path) -> None:
 def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "experts.gguf"
     write_gguf(path, METADATA | {"llama.expert_count": 8})
-    with pytest.raises(CheckpointError, match=r"experts\.gguf: llama\.expert_count is 8"):
+    with pytest.raises(CheckpointError, match=r"experts\.gguf: llama\.expert_used_count is missing"):
         load_model(engine_config(str(path), load_format="auto"))
 
 
