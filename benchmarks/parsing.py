@@ -38,7 +38,7 @@ LARGE: dict[str, Callable[[], str]] = {
 
 def call(name: str, arguments: str) -> str:
     match name:
-        case "hermes" | "qwen":
+        case "hermes":
             return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
         case "llama3_json":
             return f'{{"name": "f", "parameters": {arguments}}}'
@@ -78,7 +78,7 @@ def best(tools: ToolFormat | None, text: str, size: int, reasons: bool = False) 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    formats = TOOL_FORMATS | {"required": REQUIRED, "named": named("f")}
+    formats = {known.name: known for known in (*TOOL_FORMATS.values(), REQUIRED, named("f"))}
     result: dict[str, dict[str, float]] = {}
     per_token: dict[str, float] = {}
     print(f"{'us a token':14} {'text':>8} {'reasoning':>10} {'calls':>8}")
