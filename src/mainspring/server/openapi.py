@@ -80,7 +80,9 @@ def _success(entry: Entry, references: dict[Any, Any]) -> dict[str, Any]:
     if entry.gives:
         content |= _json(references[entry.gives[0]])
     if len(entry.gives) > 1:  # the second is what a stream is made of
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": references[entry.gives[1]]}
+        # of an event: its data, or where it has a name, an object of both
+        schema = {"type": ["string", "object"]}
+        content["text/event-stream"] = {"schema": schema, "x-event": references[entry.gives[1]]}
     if entry.gives_text:
         content["text/plain"] = {"schema": {"type": "string"}}
     return {"description": "The answer.", **({"content": content} if content else {})}
