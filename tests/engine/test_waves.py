@@ -1,8 +1,8 @@
 """The protocol of ranks in lock-step, explored: every order in which messages can be read and steps be made.
 
 The model: a sender with requests to give, to any rank and at any moment; a queue each way between it and
-every rank, in order; ranks that read what has come, and step in a collective which nobody leaves before all have
-entered it. A request is one unit of work.
+every rank, in order; ranks that read what has come, and step in a collective which nobody leaves before all
+have entered it. A request is one unit of work.
 """
 
 from __future__ import annotations
