@@ -162,11 +162,9 @@ def test_what_follows_is_bound_and_reasoning_is_not():
 def test_a_budget():
     with scripted(text_script("x</think>y"), template=MUST) as server:
         assert said(server, thinking_token_budget=5) == ("x", "y", [], "stop")
-        [begins, rest] = json.loads(server.core.inner.seen[-1].structured_outputs.structural_tag)["format"][
-            "elements"
-        ]
-        assert begins["elements"][0]["content"] == {"type": "any_text", "max_tokens": 5}
-        assert rest == {"type": "any_text"}
+        tag = json.loads(server.core.inner.seen[-1].structured_outputs.structural_tag)
+        assert tag["limit"] == {"begin": "", "end": "</think>", "max_tokens": 5}
+        assert tag["format"]["elements"][1] == {"type": "any_text"}
         assert server.chat(thinking_token_budget=-1).error["param"] == "thinking_token_budget"
         beams = server.chat(thinking_token_budget=5, use_beam_search=True, n=2)
         assert beams.error["param"] == "thinking_token_budget"

@@ -32,18 +32,16 @@ def after_reasoning(
     """
     if wanted is None and max_tokens is None:
         return None
-    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-    thought = {
-        "type": "tag",
-        "begin": "" if is_open else form.begin,
-        "content": {"type": "any_text", **limit},
-        "end": form.end,
-    }
+    begin = "" if is_open else form.begin
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": form.end}
     begins: dict[str, Any] = {"type": "sequence", "elements": [thought, _SPACE]}
     if not is_open:
         begins = {"type": "or", "elements": [begins, _NOTHING]}
     answer = {"type": "any_text"} if wanted is None else _node(wanted)
-    return _tag({"type": "sequence", "elements": [begins, answer]}, wanted)
+    sequence = {"type": "sequence", "elements": [begins, answer]}
+    if max_tokens is None:
+        return _tag(sequence, wanted)
+    return _tag(sequence, wanted, limit={"begin": begin, "end": form.end, "max_tokens": max_tokens})
 
 
 def calls_or(use: ToolUse, form: ToolFormat, wanted: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -84,7 +82,10 @@ def _node(wanted: StructuredOutputsParams) -> dict[str, Any]:
     return {"type": "structured_outputs", wanted.kind: getattr(wanted, wanted.kind)}
 
 
-def _tag(node: dict[str, Any], wanted: StructuredOutputsParams | None) -> StructuredOutputsParams:
+def _tag(
+    node: dict[str, Any], wanted: StructuredOutputsParams | None, **more: Any
+) -> StructuredOutputsParams:
     """With what was asked of the form of JSON."""
     options = {} if wanted is None else {name: getattr(wanted, name) for name in _OPTIONS}
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": node}, **options)
+    tag = {"type": "structural_tag", "format": node, **more}
+    return StructuredOutputsParams(structural_tag=tag, **options)

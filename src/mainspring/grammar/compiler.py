@@ -17,6 +17,7 @@ Rules.
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from mainspring.grammar.words import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from mainspring.grammar.matcher import Matcher
+    from mainspring.grammar.structural_tag import Limit
 
 TIMEOUT_S = 10.0
 NUM_THREADS = max(1, min(4, usable_cores() // 2))  # the loop and the kernels need the others
@@ -43,6 +44,7 @@ MAX_USES = 64
 @dataclass(slots=True)
 class _Compiled:
     matcher: LLMatcher  # at its beginning; only ever copied
+    limit: Limit | None = None  # of the free text that it begins with
     num_uses: int = 0
 
 
@@ -108,7 +110,7 @@ class Compiler:
         try:
             from mainspring.grammar.library import make_matcher
 
-            result = _Compiled(make_matcher(self._tokenizer, asked).matcher)
+            result = _Compiled(make_matcher(self._tokenizer, asked).matcher, _limit(asked))
         except GrammarError as error:
             result = error
         except BaseException as error:  # the library's panics are no `Exception`
@@ -139,7 +141,7 @@ class Compiler:
 
     def _copy(
         self, asked: StructuredOutputsParams, compiled: _Compiled, request: EngineCoreRequest
-    ) -> Matcher:
+    ) -> Grammar:
         compiled.num_uses += 1
         if compiled.num_uses >= MAX_USES:
             self._compiled.drop(asked)
@@ -149,7 +151,12 @@ class Compiler:
         if request.eos_token_id is not None:
             ends.add(request.eos_token_id)
         known = self._vocabulary.end_ids
-        return Matcher(compiled.matcher.deep_copy(), known, ends, lambda: self._compiled.drop(asked))
+        matcher = Matcher(compiled.matcher.deep_copy(), known, ends, lambda: self._compiled.drop(asked))
+        if compiled.limit is None:
+            return matcher
+        from mainspring.grammar.limited import Limited
+
+        return Limited(matcher, compiled.limit, self._vocabulary.tokens)
 
     @property
     def _tokenizer(self) -> LLTokenizer:
@@ -166,3 +173,11 @@ class Compiler:
 
     def _too_slow(self) -> GrammarError:
         return GrammarError(f"it takes longer than {self._timeout_s:g} s; simplify it")
+
+
+def _limit(asked: StructuredOutputsParams) -> Limit | None:
+    """Of what could be compiled."""
+    from mainspring.grammar.structural_tag import limit_of
+
+    tag = asked.structural_tag
+    return limit_of(json.loads(tag)) if isinstance(tag, str) and '"limit"' in tag else None

@@ -5,8 +5,8 @@ been said; then one of the structures that begin with it must follow (its begin,
 its end), and text is free again. The newer one is a tree, `format`, of nodes with a type.
 
 Two things are ours: a node may be any other constraint (`structured_outputs`, with the fields of
-`StructuredOutputsParams`), and the free text of a tag may be limited (`max_tokens`): then its end comes, at
-the latest after so many tokens.
+`StructuredOutputsParams`), and beside `format` there may be a `limit` of how long the free text is that the
+whole begins with (`limited.py`).
 
 A node becomes a rule. What a node may say is checked here by name, key by key: a key that is not understood
 could be a constraint, so it is refused.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mainspring.grammar.schema import OPTIONS_KEY, prepare_schema
 from mainspring.grammar.words import GrammarError, as_json, shown
@@ -28,7 +28,7 @@ _NODES: dict[str, tuple[set[str], set[str]]] = {
     "const_string": ({"value"}, set()),
     "json_schema": ({"json_schema"}, set()),
     "regex": ({"pattern"}, set()),
-    "any_text": (set(), {"max_tokens"}),
+    "any_text": (set(), set()),
     "sequence": ({"elements"}, set()),
     "or": ({"elements"}, set()),
     "tag": ({"begin", "content", "end"}, set()),
@@ -36,7 +36,6 @@ _NODES: dict[str, tuple[set[str], set[str]]] = {
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
 _CONSTRAINT = "structured_outputs"  # this node's keys are judged by who reads it
-MAX_TOKENS = 1 << 31
 
 
 def structural_tag_to_lark(
@@ -48,7 +47,8 @@ def structural_tag_to_lark(
         raise GrammarError('structural_tag must be an object with "type": "structural_tag"')
     writer = _Writer(json_options, closed, constraint)
     if "format" in tag:
-        _check_keys("structural_tag", tag, {"type", "format"}, set())
+        _check_keys("structural_tag", tag, {"type", "format"}, {"limit"})
+        limit_of(tag)
         node = tag["format"]
     else:
         _check_keys("structural_tag", tag, {"type", "triggers", "structures"}, set())
@@ -62,6 +62,27 @@ def structural_tag_to_lark(
     except RecursionError:
         raise GrammarError("structural_tag is nested too deeply") from None
     return "\n".join([f"start: {body}", *writer.rules])
+
+
+class Limit(NamedTuple):
+    """Of free text between two tags, with which a text begins, if it does."""
+
+    begin: str  # empty: it has begun
+    end: str
+    max_tokens: int  # after the begin and before the end
+
+
+def limit_of(tag: dict[str, Any]) -> Limit | None:
+    """Raises `GrammarError`."""
+    if (limit := tag.get("limit")) is None:
+        return None
+    if not isinstance(limit, dict):
+        raise GrammarError(f"structural_tag: limit must be an object, got {shown(limit)}")
+    _check_keys("limit", limit, {"begin", "end", "max_tokens"}, set())
+    begin, end, most = _text("begin", limit["begin"]), _text("end", limit["end"]), limit["max_tokens"]
+    if not end or type(most) is not int or most < 0:
+        raise GrammarError("structural_tag: limit needs an end, and max_tokens of 0 or more")
+    return Limit(begin, end, most)
 
 
 def _structure_as_tag(structure: Any) -> dict[str, Any]:
@@ -101,10 +122,8 @@ class _Writer:
             case "regex":
                 return self._rule(f"/{_text('pattern', node['pattern']).replace('/', chr(92) + '/')}/")
             case "any_text":
-                if not is_last or "max_tokens" in node:
-                    raise GrammarError(
-                        "structural_tag: any_text must be a tag's content, or come last, without max_tokens"
-                    )
+                if not is_last:
+                    raise GrammarError("structural_tag: any_text must be a tag's content, or come last")
                 return self._rule(ANY_TEXT)
             case "sequence":
                 *first, last = _list("elements", node["elements"])
@@ -139,25 +158,13 @@ class _Writer:
         begin = _literal("begin", rest) if rest else ""
         end, content = _text("end", node["end"]), node["content"]
         if isinstance(content, dict) and content.get("type") == "any_text":
-            _check_keys("any_text", content, {"type"}, {"max_tokens"})
+            _check_keys("any_text", content, {"type"}, set())
             if not end:
                 raise GrammarError("structural_tag: a tag of any_text needs an end")
-            inside = self._until(_literal("end", end), content.get("max_tokens"))
+            inside = self._rule(f"{ANY_TEXT} {_literal('end', end)}", "[lazy]")
         else:
             inside = self.node(content, is_last=False) + (f" {_literal('end', end)}" if end else "")
         return self._rule(f"{begin} {inside}")
-
-    def _until(self, end: str, max_tokens: Any) -> str:
-        """Free text up to the first `end`. A tag that is begun when the tokens are spent is begun anew."""
-        if max_tokens is None:
-            return self._rule(f"{ANY_TEXT} {end}", "[lazy]")
-        if type(max_tokens) is not int or not 0 <= max_tokens < MAX_TOKENS:
-            raise GrammarError(f"structural_tag: max_tokens must be 0 or more, got {shown(max_tokens)}")
-        if not max_tokens:
-            return end
-        ended = self._rule(f"{ANY_TEXT} {end}", f"[lazy, max_tokens={max_tokens}]")
-        spent = self._rule(ANY_TEXT, f"[max_tokens={max_tokens}]")
-        return f"({ended} | {spent} {end})"
 
     def _triggered(self, node: dict[str, Any], is_last: bool) -> str:
         stops, must = _flag(node, "stop_after_first"), _flag(node, "at_least_one")

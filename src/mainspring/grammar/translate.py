@@ -79,6 +79,8 @@ def _nested(fields: dict[str, Any], outer: StructuredOutputsParams) -> str:
         asked = StructuredOutputsParams(**fields)
     except (TypeError, RequestError) as error:
         raise GrammarError(f"structural_tag: {error}") from None
+    if asked.kind == "structural_tag" and "limit" in read_json("structural_tag", str(asked.structural_tag)):
+        raise GrammarError("structural_tag: limit is for the outermost tag")
     return _lark(asked.kind, getattr(asked, asked.kind), outer)
 
 
