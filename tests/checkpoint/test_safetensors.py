@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import tracemalloc
@@ -216,7 +217,10 @@ def test_damage_is_refused_by_name(damage: str, tmp_path: Path) -> None:
 
 
 def test_not_a_file(tmp_path: Path) -> None:
+    """A pipe is refused, not waited for."""
+    os.mkfifo(tmp_path / "pipe")
     for path, culprit in (
+        (tmp_path / "pipe", "is a device or a pipe"),
         (tmp_path, "is a directory"),
         (tmp_path / "none", "no such file"),
         (Path("/dev/null"), "is a device or a pipe"),

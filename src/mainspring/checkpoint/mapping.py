@@ -13,7 +13,7 @@ from mainspring.base.errors import CheckpointError
 def map_file(path: Path, what: str) -> mmap.mmap:
     """The bytes of `path`, read-only. Raises `CheckpointError`; `what` was expected, as "a GGUF file"."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: is a device or a pipe; expected {what}")
@@ -29,3 +29,8 @@ def map_file(path: Path, what: str) -> mmap.mmap:
     except (OSError, ValueError) as error:  # no permission, a name with a null byte
         why = getattr(error, "strerror", None) or error  # without the path, which is named already
         raise CheckpointError(f"{path}: cannot be read as a file: {why}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe would be waited for until somebody writes to it; for files the flag has no meaning."""
+    return os.open(path, flags | os.O_NONBLOCK)
