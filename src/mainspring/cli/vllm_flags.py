@@ -60,15 +60,13 @@ FITTING_OBJECTS = {
 }
 # Refused: what is said after the flag.
 MANY_WORKERS = ": many workers are not supported yet; leave it out"
-TOOLS = ": tools are not supported yet; leave it out"
+TOOLS = ": tools are described in requests here, and read by --tool-call-parser; leave it out"
 ADAPTERS = ": adapters (LoRA) are not supported yet; leave it out"
 DRAFTS = ": draft tokens (speculative decoding) are not supported yet; leave it out"
 MEDIA = ": prompts are text here, images and sounds are not supported yet; leave it out"
 TRANSFER = ": KV transfer between machines is not supported yet; leave it out"
 REFUSED = {
-    **dict.fromkeys(
-        ("enable-auto-tool-choice", "tool-call-parser", "tool-parser-plugin", "tool-server"), TOOLS
-    ),
+    **dict.fromkeys(("tool-parser-plugin", "tool-server"), TOOLS),
     **dict.fromkeys(
         ("enable-lora", "lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype"), ADAPTERS
     ),
