@@ -1,4 +1,4 @@
-"""An agent's loop by the official client's chat completions, either major: argv has the base URL and the key."""
+"""An agent's loop by the official client, either major, over chat: argv has the base URL and the key."""
 
 import asyncio
 import json
