@@ -26,6 +26,7 @@ from mainspring.cli.dialect import Parser, nearest, one_spelling
 from mainspring.cli.flags import add_engine_flags, engine_arguments
 from mainspring.cli.sampling import HELP, add_sampling_flags, sampling_params
 from mainspring.cli.values import human_int
+from mainspring.frontend.reasoning import Opening
 
 # --- the dialect --------------------------------------------------------------------------------------------
 
@@ -337,6 +338,9 @@ class EchoLLM:
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         return {"messages": messages, "prompt_token_ids": " ".join(m["content"] for m in messages).split()}
+
+    def chat_opening(self, prompt: dict[str, Any]) -> Opening:
+        return Opening(None)
 
     def generate_stream(self, prompt: dict[str, Any], params: SamplingParams) -> Iterator[RequestOutput]:
         self.asked.append(prompt["messages"])

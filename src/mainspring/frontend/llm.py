@@ -253,6 +253,10 @@ class LLM:
             "prompt_token_ids": template.encode(tokenizer, *given, **options),
         }
 
+    def chat_opening(self, prompt: Mapping[str, Any]) -> Opening:
+        """How the answer to a prompt of `chat_prompt` may begin: with reasoning, and in which form."""
+        return opening(manner_of(self._template(None).source).reasoning_format, prompt["prompt"])
+
     # --- vectors --------------------------------------------------------------------------------------------
 
     def embed(
