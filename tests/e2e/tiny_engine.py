@@ -73,6 +73,8 @@ class TwoLetters:
     adds_space = False
 
     def token_bytes(self, token_id: int) -> bytes:
+        if token_id >= NUM_TOKENS:
+            return b""
         special = {EOS: b"<eos>", END: b"<end>"}
         return special.get(token_id) or bytes([ord("a") + token_id // 16, ord("k") + token_id % 16])
 
