@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from frontend_toys import TOY, ScriptedClient, make_engine
 from tqdm import tqdm
 
 from mainspring.base.errors import ConfigError, EngineDeadError, EngineError, RequestError
-from mainspring.base.params import RequestOutputKind, SamplingParams
+from mainspring.base.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from mainspring.frontend.llm import LLM, _Turns
 
 
@@ -252,6 +253,40 @@ def test_chat():
         llm.chat(question, chat_template="no-such-file.jinja")
     with pytest.raises(RequestError, match="messages"):
         llm.chat([])
+
+
+def test_chat_with_tools():
+    """They go to the template; a call that is demanded is bound, in each conversation."""
+    f = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": 1}}}
+    llm, client = make(lambda request: [ord("!"), TOY.eos_token_id])
+    question, template = [{"role": "user", "content": "hi"}], "{{ tools | tojson }}{{ messages[0].content }}"
+    given = {"use_tqdm": False, "tools": [f], "chat_template": template}
+    assert llm.chat(question, **given)[0].prompt == json.dumps([f]) + "hi"
+    assert client.seen[-1].structured_outputs is None
+    named = {"type": "function", "function": {"name": "f"}}
+    llm.chat([question, question], SamplingParams(max_tokens=3), tool_choice=named, **given)
+    bounds = [request.structured_outputs.json for request in client.seen[-2:]]
+    assert [json.loads(bound)["minProperties"] for bound in bounds] == [1, 1]
+    llm.chat(question, tool_choice="required", **given)
+    assert (
+        '"f"'
+        in json.loads(client.seen[-1].structured_outputs.structural_tag)["format"]["elements"][1]["tags"][0][
+            "begin"
+        ]
+    )
+    thinking = given | {"chat_template": template + "</think>"}
+    llm.chat(question, tool_choice=named, **thinking)  # its prompts end the reasoning
+    assert client.seen[-1].structured_outputs.json is not None
+    thinking = given | {"chat_template": template + "{% if false %}</think>{% endif %}"}
+    llm.chat(question, tool_choice=named, **thinking)
+    assert "</think>" in client.seen[-1].structured_outputs.structural_tag
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    for params, choice, tools in ((structured, named, [f]), (None, "required", None), (None, "x", [f])):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(question, params, tool_choice=choice, **given | {"tools": tools})
+        assert caught.value.param == "tool_choice"
+    with pytest.raises(RequestError, match="tools"):
+        llm.chat(question, tools=[], use_tqdm=False)
 
 
 def test_chat_template_from_a_file(tmp_path):

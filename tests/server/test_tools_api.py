@@ -332,3 +332,63 @@ def test_forced_calls_are_bound_by_their_schemas():
         # what is said is calls alone, so there is nothing that this could bind
         server.chat(tools=TOOLS, tool_choice=NAMED, response_format={"type": "json_object"})
         assert json.loads(seen[-1].structured_outputs.json) == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": None},
+        {"role": "tool", "content": "x"},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+        {"role": "tool", "tool_call_id": "a", "content": [], "name": "f"},
+    ],
+)
+def test_messages_of_calls_and_results(message):
+    """Case B145: no content beside calls, results without an id."""
+    with server_of("x") as server:
+        assert server.chat([*HELLO, message], tools=TOOLS).status == 200
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        5,
+        "f",
+        [5],
+        [{}],
+        [{"function": {}}],
+        [{"function": {"name": 5}}],
+        [{"function": {"name": "f", "arguments": "{"}}],
+        [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+    ],
+)
+def test_calls_that_are_none(calls):
+    """Case B145: refused, and where they stand is named."""
+    with server_of("x") as server:
+        reply = server.chat([{"role": "assistant", "content": "x", "tool_calls": calls}])
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert reply.error["message"].startswith("messages[0].tool_calls")
+
+
+def test_half_characters():
+    """Case B146: half of a pair of surrogates, in names and in arguments, is refused or replaced."""
+    half, start = '"\\ud83e"', '{"messages": [{"role": "user", "content": "x"}], "tools": '
+    name = start + '[{"type": "function", "function": {"name": %s}}]}'
+    schema = name.replace("%s", '"f", "parameters": {"type": "object", "properties": {%s: {}}}')
+    call = (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+        '"{\\"a\\": \\"\\\\ud83e\\"}"}}]}]}'
+    )
+    with server_of("x") as server:
+        for body in (name % half, schema % half, call):
+            reply = server.post("/v1/chat/completions", body.encode(), content_type="application/json")
+            assert reply.status in (200, 400), reply.body
+            assert server.chat().status == 200

@@ -22,6 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from mainspring.base.errors import CheckpointError, ConfigError, RequestError
+from mainspring.base.params import check_encodable
 from mainspring.frontend.template_sandbox import MeteredEnvironment, metered
 from mainspring.frontend.tokenizer import Tokenizer
 
@@ -216,6 +217,8 @@ def _call(call: object, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
+            # An escape may stand for half a character.
+            check_encodable("messages", json.dumps(arguments, ensure_ascii=False))
         except (ValueError, RecursionError):
             raise RequestError(f"{place}.function.arguments must be JSON text", "messages") from None
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
