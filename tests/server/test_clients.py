@@ -50,6 +50,8 @@ def server(smollm2):
         ("openai3", "openai>=3,<4", "openai_responses.py"),
         ("openai2", "openai>=2,<3", "openai_tools.py"),
         ("openai3", "openai>=3,<4", "openai_tools.py"),
+        ("langchain-openai", "langchain-openai>=1,<2", "langchain_openai_tools.py"),
+        ("instructor", "instructor>=1.10,<2", "instructor_tools.py"),
         ("anthropic", "anthropic>=2,<3", "anthropic_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
     ],
