@@ -28,7 +28,7 @@ from mainspring.frontend.tokenizer import Tokenizer
 from mainspring.testing.fake_executor import FakeExecutor
 from mainspring.testing.fake_model import FakeModel
 
-pytestmark = pytest.mark.slow  # half an hour on one core
+pytestmark = pytest.mark.slow  # three quarters of an hour on one core
 
 NUM_CALLS = 10_000
 NUM_SCHEMAS = 100

@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 
 from mainspring import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from mainspring.frontend.bounds import after_reasoning
+from mainspring.frontend.parsing.formats import REASONING_FORMATS
 
 SCHEMA = {
     "type": "object",
@@ -53,6 +55,22 @@ def test_a_pattern_and_a_choice(llm):
     answer = ask(llm, regex="[一-龥]{2}, [A-Z][a-z]{3}!").outputs[0]
     assert re.fullmatch("[一-龥]{2}, [A-Z][a-z]{3}!", answer.text)
     assert ask(llm, choice=["Zürich 😀", "北京"], temperature=0.0).outputs[0].text in ("Zürich 😀", "北京")
+
+
+@pytest.mark.parametrize("budget", [0, 6])
+def test_reasoning_has_a_budget_and_binds_nothing(llm, budget):
+    """What is bound begins after it, and it ends in time, whatever the model would say."""
+    form = REASONING_FORMATS["qwen3"]
+    bound = after_reasoning(StructuredOutputsParams(regex="[0-9]{3}"), form, is_open=True, max_tokens=budget)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, structured_outputs=bound)
+    [output] = llm.chat([QUESTION], params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.finish_reason == "stop"
+    thought, end, rest = answer.text.partition(form.end)
+    assert end
+    assert re.fullmatch(r"[ \n]{0,4}[0-9]{3}", rest)
+    assert len(llm.get_tokenizer().encode(thought, add_special_tokens=False)) <= budget
+    assert bool(thought) is bool(budget)
 
 
 def test_lenient_is_reported(llm):

@@ -405,7 +405,6 @@ def test_messages_that_are_none(paris, messages):
         {"tools": []},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"functions": [{"name": "f"}]},
         {"reasoning_effort": "high"},
         {"logprob_token_ids": [5]},
         {"thinking_token_budget": 5},

@@ -3,9 +3,10 @@ vLLM 0.32 answered to them on the same model file, for every endpoint that is bu
 
 Same are: the status, the keys and the types of their values at every depth, finish reasons, and the framing
 of streams. What differs on purpose is a row of the table in `docs/api.md`, which names the pairs; a row that
-is not needed any more fails too. Three things are no difference: `error.param` is text or null in the API, and
-ours is text where theirs is null; what the API itself says and theirs leaves out (`OF_THE_API`); and in
-`NEAR_TIES` the greedy answer itself differs, for it was recorded with rounded numbers.
+is not needed any more fails too. Three things are no difference: `error.param` is text or null in the API,
+and ours is text where theirs is null; what the API itself says and theirs leaves out (`OF_THE_API`); and in
+`OTHER_ANSWERS` the greedy answer itself differs, for it was recorded with rounded numbers, or it is a call
+whose recorded arguments do not fit the tool's schema: of these the form is compared, wherever they end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mainspring.frontend.async_llm import AsyncLLM
 
 ROOT = Path(__file__).parents[2]
 PAIRS = [json.loads(line) for line in (ROOT / "tests/data/vllm_api_recorded.jsonl").read_text().splitlines()]
-NEAR_TIES = {"chat_bad_words"}
+OTHER_ANSWERS = {"chat_bad_words", "chat_tools_named_stream", "tool_required_plain"}
 OF_THE_API = {  # of /v1/messages
     ".stop_sequence",
     ".request_id",
@@ -102,10 +103,12 @@ def compare(pair: dict, reply: Reply) -> list[str]:
         found.append("endpoint-load-metrics")
     if pair["json"] is not None:
         found += differences(pair["json"], reply.json)
-        if pair["name"] not in NEAR_TIES:
+        if pair["name"] not in OTHER_ANSWERS:
             found += differing(ends(pair["json"]), ends(reply.json))
     elif pair["text"]:
         theirs, ours = parts(pair["text"]), parts(reply.body.decode())
+        if pair["name"] in OTHER_ANSWERS:
+            return found + differences(theirs, ours) + differences(theirs[-1], ours[-1])
         if len(theirs) != len(ours):
             found.append(f"{len(ours)} events, not {len(theirs)}")
         for one, other in zip(theirs, ours, strict=False):

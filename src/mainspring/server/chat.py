@@ -121,7 +121,7 @@ class ChatWriter:
                     calls.append(ToolCall(id=self._reading.call_id(), function=CalledFunction(name, "")))
                 case CallArguments(_, text):
                     calls[-1].function.arguments += text
-        says_other = bool(calls or reasoning)
+        says_other = bool(calls or reasoning) and not self._reading.use.is_forced  # as in vLLM
         message = ChatMessage(self._role, content or (None if says_other else ""))
         if calls:
             message.tool_calls = calls

@@ -80,7 +80,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str | None  # null beside calls or reasoning, where there is none
+    content: str | None  # null beside calls of its own accord and reasoning, where there is none
     refusal: str | None = None
     annotations: None = None
     audio: None = None
