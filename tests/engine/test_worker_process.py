@@ -103,10 +103,12 @@ def read_ends(client: SyncMPClient, names: set[str]) -> Said:
     return ends
 
 
-def serve_three(client: SyncMPClient) -> Future[Said]:
+def serve_three(client: SyncMPClient, until_they_arrived: bool = False) -> Future[Said]:
     """Two run, and one waits for its turn."""
     for name in ("a", "b", "waits"):
         client.add_request(request(name))
+    if until_they_arrived:  # else a core may end before it hears of them
+        client.call(CheckHealth())
     return in_thread(lambda: read_ends(client, {"a", "b", "waits"}))
 
 
@@ -248,8 +250,7 @@ def test_a_core_with_workers_is_told_to_end(
 ) -> None:
     """Everybody gets an end, the workers go in order, and nobody says a word."""
     client = place.client(breakable_config(settings=SHARERS | {"max_num_seqs": 2}, step_s=STEP_S))
-    client.call(CheckHealth())
-    reading = serve_three(client)
+    reading = serve_three(client, until_they_arrived=True)
     os.kill(client.process.pid, getattr(signal, blow))
     assert set(reading.result(PATIENCE_S).values()) == {FinishReason.ABORT}
     assert client.process.process.wait(PATIENCE_S) == 0
