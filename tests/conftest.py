@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mainspring.checkpoint.catalog import pull
+
+
+@pytest.fixture(autouse=True)
+def logger_as_it_was() -> Iterator[None]:
+    """A program sets up the package's logger for its process, which here runs other tests after it."""
+    logger = logging.getLogger("mainspring")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

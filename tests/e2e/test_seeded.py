@@ -144,7 +144,7 @@ def make_real(path: Path, cases: Sequence[dict], max_tokens: int) -> Bench:
     decoder = load_model(resolve(EngineArgs(**settings), facts))
     return make_bench(
         facts,
-        lambda config, progress=None: decoder,
+        lambda config, *rest: decoder,
         settings,
         [case["prompt_ids"] for case in cases],
         max_tokens,
