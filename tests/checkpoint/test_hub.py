@@ -209,7 +209,7 @@ def test_a_revision(hub: Hub, cache: Path) -> None:
     assert resolve_model("org/folder", revision="v1").name == OLDER
     assert resolve_model("org/folder", revision=OLDER).name == OLDER
     with pytest.raises(
-        CheckpointError, match=r"^org/folder is not in the cache \(.*hub\), and get it with `main"
+        CheckpointError, match=r"^org/folder is not in the cache \(.*hub\), and the hub was not asked: get"
     ):
         resolve_model("org/folder")
     with pytest.raises(CheckpointError, match=r"^org/folder, revision \.\./\.\., is not in the cache"):

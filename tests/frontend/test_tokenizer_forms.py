@@ -290,6 +290,36 @@ def test_a_tokenizer_json(tmp_path: Path) -> None:
     assert not t.add_bos_token
 
 
+@pytest.mark.parametrize("wrong_id", [258, 300], ids=["twice", "gap"])
+def test_an_added_token_whose_id_cannot_be_kept(tmp_path: Path, wrong_id: int) -> None:
+    """The library would number it anew, and the model would read another token."""
+    form = json.loads(byte_level().to_str())
+    assert form["added_tokens"][2]["content"] == "<think>"
+    form["added_tokens"][2]["id"] = wrong_id
+    source = folder(tmp_path, tokenizers.Tokenizer.from_str(json.dumps(form)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    with pytest.raises(
+        CheckpointError, match=rf"added token '<think>' has id {wrong_id}, and would become 2\d\d"
+    ):
+        Tokenizer.from_checkpoint(source)
+
+
+def test_a_text_that_a_regular_expression_gives_up_on(tmp_path: Path) -> None:
+    """The library panics, which is no exception of Python's: a server would answer 500."""
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    t = Tokenizer.from_checkpoint(folder(tmp_path, library))
+    for parse_special in (True, False):
+        with pytest.raises(RequestError, match=r"^the text cannot be cut into tokens: .*retry-limit"):
+            t.encode("a" * 40 + "b", parse_special=parse_special)
+    assert t.decode(t.encode("aab")) == "aab"
+
+
 def test_user_text_in_a_chat_of_a_tokenizer_json(tmp_path: Path) -> None:
     """Case B151: only what the template writes is special, and text around it is cut as it always is."""
     t = Tokenizer.from_checkpoint(folder(tmp_path, byte_level(), bos_token="<s>"))

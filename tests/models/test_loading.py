@@ -165,6 +165,13 @@ def test_rope_factors_divide_the_frequencies() -> None:
     assert frequencies.dtype == np.float64
 
 
+def test_rope_factors_that_nothing_can_be_divided_by() -> None:
+    source = FakeSource()
+    source.values["rope_freqs.weight"] = np.arange(8, dtype=np.float32)
+    with pytest.raises(CheckpointError, match="frequency factors are not all positive"):
+        loaded(source)
+
+
 def test_weights_that_do_not_fit_stay_quantised(caplog: pytest.LogCaptureFixture) -> None:
     """Slow, said so, and the same answer."""
     (expected,) = logits_of(loaded(FakeSource()), [9], [[9]])

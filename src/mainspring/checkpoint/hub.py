@@ -93,7 +93,7 @@ def find_on_hub(
     """
     place = _Place(name, revision or MAIN, cache_dir or hub_cache_dir())
     if not fetch:
-        return place.cached(f"get it with `mainspring pull {name}`")
+        return place.cached(f"the hub was not asked: get it with `mainspring pull {name}`")
     if is_offline():
         return place.cached("HF_HUB_OFFLINE is set: unset it to ask the hub")
     try:

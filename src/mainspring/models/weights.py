@@ -245,5 +245,7 @@ def _add_ropes(spec: ModelSpec, ops: Backend, factors: Floats | None) -> None:
             frequencies /= rope.factors
         if rope.has_factors:
             assert factors is not None
+            if not (factors > 0).all():
+                raise CheckpointError("the rope's frequency factors are not all positive: a damaged file?")
             frequencies /= factors
         ops.add_weight(rope_handle(rope), frequencies)

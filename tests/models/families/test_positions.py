@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_published_configs import CONFIGS, first, read
 
@@ -44,6 +44,7 @@ SCALINGS = {
 }
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine that has other things to do
 @given(
     st.sampled_from(sorted(SCALINGS)), st.dictionaries(st.sampled_from(KEYS), NUMBERS, max_size=3), NUMBERS
 )

@@ -70,11 +70,17 @@ class _Model(msgspec.Struct):
     type: str | None = None
 
 
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
 class _File(msgspec.Struct):
     """What is asked of the file beside what the library makes of it."""
 
     model: _Model
     decoder: dict[str, Any] | None = None
+    added_tokens: list[_Added] = []
 
 
 def _from_json(path: Path, folder: ModelFolder) -> Parts:
@@ -82,6 +88,12 @@ def _from_json(path: Path, folder: ModelFolder) -> Parts:
     with refusing("is no tokenizer"):
         file = msgspec.json.decode(data, type=_File)
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    for token in file.added_tokens:  # the library numbers them anew where ids have gaps or occur twice
+        if (found := tokenizer.token_to_id(token.content)) != token.id:
+            raise CheckpointError(
+                f"added token {quoted(token.content)} has id {token.id}, and would become {found}; "
+                "expected ids without gaps after the vocabulary's, each once"
+            )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

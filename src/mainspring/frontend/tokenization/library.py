@@ -10,7 +10,7 @@ from functools import cached_property
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from mainspring.base.errors import CheckpointError
+from mainspring.base.errors import CheckpointError, RequestError
 from mainspring.frontend.tokenization.pre_tokenizers import Kind
 from mainspring.frontend.tokenization.spelling import CONTINUES
 
@@ -26,19 +26,25 @@ class LibraryEncoder:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids_of(self._tokenizer, text)
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """The library's failures as a `CheckpointError`; it has no narrower types, and its panics are none of
+def refusing(what: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
+    """The library's failures as errors of ours; it has no narrower types, and its panics are none of
     Python's exceptions."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(f"{what}: {' '.join(str(error).split())}") from None
+        raise kind(f"{what}: {' '.join(str(error).split())}") from None
+
+
+def _ids_of(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Regular expressions give up on some texts: on ten million spaces, for one."""
+    with refusing("the text cannot be cut into tokens", RequestError):
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 # ---- from a vocabulary -------------------------------------------------------------------------------------
@@ -149,12 +155,12 @@ class JSONEncoder:
         self._tokenizer = tokenizer
 
     def encode_whole(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids_of(self._tokenizer, text)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         if is_start or _GUARD in text:
-            return self._plain.encode(text, add_special_tokens=False).ids
-        return self._guarded.encode(_GUARD + text, add_special_tokens=False).ids[1:]
+            return _ids_of(self._plain, text)
+        return _ids_of(self._guarded, _GUARD + text)[1:]
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
