@@ -52,6 +52,7 @@ def server(smollm2):
         ("openai3", "openai>=3,<4", "openai_tools.py"),
         ("langchain-openai", "langchain-openai>=1,<2", "langchain_openai_tools.py"),
         ("instructor", "instructor>=1.10,<2", "instructor_tools.py"),
+        ("pydantic-ai", "pydantic-ai-slim[openai]>=2.68,<3", "pydantic_ai_tools.py"),
         ("anthropic", "anthropic>=2,<3", "anthropic_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
     ],
