@@ -7,6 +7,7 @@ earlier answers in the model's own way; where it shows nothing that is known, an
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import lru_cache
 from typing import NamedTuple
 
 from mainspring.frontend.parsing.formats import (
@@ -32,6 +33,7 @@ class Manner(NamedTuple):
     reasoning_format: ReasoningFormat | None = None
 
 
+@lru_cache(maxsize=32)  # asked for with every chat
 def manner_of(template: str, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Manner:
     """Raises `ConfigError` for a name that is not known."""
     return Manner(_tools(template, tool_call_parser), _reasoning(template, reasoning_parser))

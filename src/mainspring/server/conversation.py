@@ -120,7 +120,9 @@ class Conversation(NamedTuple):
 async def converse(service: Service, llm: AsyncLLM, body: ChatRequest) -> Conversation:
     """Raises `ApiError` or `RequestError`."""
     refuse_unsupported(body)
-    use = judged_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = await off_loop_if(
+        is_long(body.tools), lambda: judged_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    )
     _judge(service, body, use)
     params = chat_params(body, service.sampling_defaults, llm.max_model_len)
     if not body.messages:
@@ -148,8 +150,11 @@ def _judge(service: Service, body: ChatRequest, use: ToolUse) -> None:
             'tool_choice "auto" needs a server with --enable-auto-tool-choice; ask for "required" or "none"',
             "tool_choice",
         )
-    given = (body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice)
-    if use.is_forced and any(one is not None for one in (*given, body.guided_grammar)):
+    given = (
+        *(body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice),
+        *(body.guided_grammar, body.guided_json_object or None),
+    )
+    if use.is_forced and any(one is not None for one in given):
         raise ApiError(
             400, "structured_outputs and tool_choice both say what the text must be; give one", "tool_choice"
         )
