@@ -88,10 +88,10 @@ def _from_json(path: Path, folder: ModelFolder) -> Parts:
     with refusing("is no tokenizer"):
         file = msgspec.json.decode(data, type=_File)
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    for token in file.added_tokens:  # the library numbers them anew where ids have gaps or occur twice
-        if (found := tokenizer.token_to_id(token.content)) != token.id:
+    for given in file.added_tokens:  # the library numbers them anew where ids have gaps or occur twice
+        if (found := tokenizer.token_to_id(given.content)) != given.id:
             raise CheckpointError(
-                f"added token {quoted(token.content)} has id {token.id}, and would become {found}; "
+                f"added token {quoted(given.content)} has id {given.id}, and would become {found}; "
                 "expected ids without gaps after the vocabulary's, each once"
             )
     tokenizer.no_truncation()
