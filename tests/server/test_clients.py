@@ -55,6 +55,7 @@ def server(smollm2):
         ("pydantic-ai", "pydantic-ai-slim[openai]>=2.68,<3", "pydantic_ai_tools.py"),
         ("anthropic", "anthropic>=2,<3", "anthropic_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
+        ("litellm", "litellm>=1.80,<2", "litellm_tools.py"),
     ],
 )
 def test_a_conversation(server, name, package, script):
@@ -119,7 +120,7 @@ def test_a_fuzzer(tmp_path):
             ],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=900,
             check=False,
             cwd=tmp_path,
         )
