@@ -54,7 +54,6 @@ def server():
         ("POST", "/detokenize", {"tokens": [-1]}, 400),
         ("POST", "/detokenize", {"tokens": [10**6]}, 400),
         ("POST", "/v1/responses", {}, 400),
-        ("POST", "/v1/messages", {}, 404),
         ("GET", "/reset_prefix_cache", None, 404),
     ],
 )
