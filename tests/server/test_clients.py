@@ -53,6 +53,7 @@ def server(smollm2):
         ("langchain-openai", "langchain-openai>=1,<2", "langchain_openai_tools.py"),
         ("instructor", "instructor>=1.10,<2", "instructor_tools.py"),
         ("pydantic-ai", "pydantic-ai-slim[openai]>=2.68,<3", "pydantic_ai_tools.py"),
+        ("openai-agents", "openai-agents>=0.4,<1", "openai_agents_tools.py"),
         ("anthropic", "anthropic>=2,<3", "anthropic_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_tools.py"),
