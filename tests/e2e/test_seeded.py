@@ -133,7 +133,7 @@ def tiny() -> Bench:
 
 @pytest.fixture(scope="module")
 def real(smollm2: Path) -> Bench:
-    return make_real(smollm2, [GOLDEN["chat"][0], *GOLDEN["raw"][:6]], max_tokens=9)
+    return make_real(smollm2, [GOLDEN["chat"][0], *GOLDEN["raw"][:3]], max_tokens=9)
 
 
 def make_real(path: Path, cases: Sequence[dict], max_tokens: int) -> Bench:

@@ -50,7 +50,9 @@ class Client(threading.Thread):
 def test_counts_are_what_clients_saw():
     """Case B169: streams of one and of three answers, preempted for want of blocks; readers that leave; bad
     requests. At the end every figure is a sum over what clients saw."""
-    cramped = partial(open_fake, num_gpu_blocks_override=24, max_model_len=128, max_num_batched_tokens=64)
+    limits = {"num_gpu_blocks_override": 24, "max_model_len": 128, "max_num_batched_tokens": 64}
+    # Steps take their time, or the first clients have all they want before the last one has asked.
+    cramped = partial(open_fake, {"step_s": 0.005}, **limits)
     with running(cramped) as server:
         whole = [
             Client(server, prompt=[65 + i] * (10 + 3 * i), max_tokens=20 + i, n=1 + 2 * (i % 2), seed=i)
