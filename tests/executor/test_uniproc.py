@@ -179,7 +179,7 @@ def test_executors_are_found_by_name(model):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("ray", "executor 'ray' is unknown; use uniproc or module:Class"),
+        ("ray", "executor 'ray' is unknown; use multiproc, uniproc or module:Class"),
         ("no.such.module:X", "cannot be imported"),
         ("mainspring.executor.uniproc:Nobody", "cannot be imported"),
         (":", "is unknown"),
