@@ -120,6 +120,33 @@ def play(demand: Demand, known: dict[str, Any], count: int, budget: int, likely:
     return played
 
 
+def test_a_tool_that_lists_its_arguments_has_no_others():
+    """A small model invents some, and libraries refuse what their function does not take."""
+
+    def schema_of(**parameters: Any) -> dict[str, Any]:
+        asked = forced([tool("f", parameters)], named_choice("f"), True)
+        return kind_of(asked)["json"]
+
+    listed = {"properties": {"a": {"type": "object", "properties": {}}}}
+    closed = {"type": "object", "additionalProperties": False}
+    assert schema_of(**listed) == listed | closed
+    assert schema_of(**listed, required=["a"], title="f") == listed | closed | {
+        "required": ["a"],
+        "title": "f",
+    }
+    assert schema_of(properties={}) == {"properties": {}} | closed
+    for says_more in (
+        {"additionalProperties": True},
+        {"additionalProperties": {"type": "integer"}},
+        {"patternProperties": {"^x": {"type": "integer"}}},
+        {"required": ["a", "b"]},
+        {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"properties": None, "description": "anything"},
+    ):
+        given = {key: value for key, value in (listed | says_more).items() if value is not None}
+        assert schema_of(**given) == given | {"type": "object"}
+
+
 KNOWN = {t.name: t.schema for t in tools_of(tools())}
 STRICT = {t.name: t.schema for t in tools_of(tools(strict=True))}
 

@@ -8,9 +8,10 @@ arguments fit.
 
 Rule 1. Every tool's schema is a rule of its own in one structural tag: references in it stay its own.
 Rule 2. Arguments are an object, also where a schema does not say so; those of a tool without parameters
-        are `{}`.
-Rule 3. `strict` closes objects as `grammar/schema.py` does: properties that are not named do not exist. What
-        is demanded fits its schema in any case.
+        are `{}`. A tool that lists its arguments, and says nothing of others, has no others: those that
+        small models invent would be refused by whoever is called, though they fit the schema.
+Rule 3. `strict` closes the objects within arguments too, as `grammar/schema.py` does. What is demanded fits
+        its schema in any case.
 Rule 4. What cannot be enforced is refused by tool and keyword, with `RequestError`.
 
 `demanded` may compile a grammar, which takes milliseconds the first time: call it in a thread where others
@@ -41,6 +42,9 @@ from mainspring.grammar.words import GrammarError, shown
 Node = dict[str, Any]  # of a structural tag
 
 NO_PARAMETERS: Node = {"type": "object", "properties": {}, "additionalProperties": False}
+# Keywords beside which `properties` alone tell what a tool's arguments are called.
+_LISTING = {"type", "properties", "required", "$defs", "definitions", "$schema", "$id", "$comment"}
+_LISTING |= {"title", "description", "examples", "default", "maxProperties", "strict"}
 _NAME = re.compile(r"[^\s\"'\\\x00-\x1f\x7f]{1,128}")
 
 
@@ -154,7 +158,20 @@ def _schema(where: str, parameters: Any) -> Node:
             f'{where}: parameters must describe an object, but type is {shown(kinds)}; set it to "object"',
             "tools",
         )
-    return {**parameters, "type": "object"}
+    closing = {"additionalProperties": False} if _lists_all(parameters) else {}
+    return {**parameters, **closing, "type": "object"}
+
+
+def _lists_all(parameters: Mapping[str, Any]) -> bool:
+    """Whether something fits that has no other arguments than those listed, and nothing asks for others."""
+    properties, required = parameters.get("properties"), parameters.get("required", [])
+    if (
+        not isinstance(properties, Mapping)
+        or not isinstance(required, list)
+        or not parameters.keys() <= _LISTING
+    ):
+        return False
+    return all(name in properties for name in required if isinstance(name, str))
 
 
 def _named(tool_choice: str | Mapping[str, Any]) -> str | None:
