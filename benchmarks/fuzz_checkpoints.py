@@ -184,8 +184,23 @@ class Outcome:
 
 
 def run_case(path: Path) -> Outcome:
-    """Open and read what is at `path`, and judge how that went."""
+    """Open and read what is at `path`, and judge how that went.
+
+    What takes too much memory is tried once more: a table of the interpreter's own that happens to grow does
+    so once.
+    """
     size = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
+    allowed = TIMES_SIZE * size + SPARE_BYTES
+    kind, peak, seconds = _measured(path)
+    if peak > allowed:
+        kind, peak, seconds = _measured(path)
+    if peak > allowed:
+        kind = f"took {peak} bytes for files of {size}"
+    return Outcome(kind, peak, size, seconds)
+
+
+def _measured(path: Path) -> tuple[str, int, float]:
+    """What came of it, bytes at the peak, seconds."""
     tracemalloc.start()
     start_s = time.perf_counter()
     try:
@@ -193,10 +208,7 @@ def run_case(path: Path) -> Outcome:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    seconds = time.perf_counter() - start_s
-    if peak > TIMES_SIZE * size + SPARE_BYTES:
-        kind = f"took {peak} bytes for files of {size}"
-    return Outcome(kind, peak, size, seconds)
+    return kind, peak, time.perf_counter() - start_s
 
 
 def _read_or_refuse(path: Path) -> str:
