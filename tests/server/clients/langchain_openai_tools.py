@@ -23,7 +23,7 @@ def get_weather(city: Literal["Berlin", "Rome"], days: Literal[1, 2, 3]) -> str:
 class City(BaseModel):
     """A city."""
 
-    model_config = ConfigDict(extra="forbid")  # likewise
+    model_config = ConfigDict(extra="forbid")  # or a small model invents more
     name: Literal["Berlin", "Rome"]
     is_capital: bool
 
@@ -35,10 +35,9 @@ def model(**more: object) -> ChatOpenAI:
 
 
 def an_agent(llm: ChatOpenAI) -> None:
-    """Calls that come whole and in chunks; their results go back, and words come. By `strict` this
-    library says that there are no more arguments: else a small model invents some, which fit the schema."""
+    """Calls that come whole and in chunks; their results go back, and words come."""
     for choice in ("any", "get_weather"):
-        forced = llm.bind_tools([get_weather], tool_choice=choice, parallel_tool_calls=False, strict=True)
+        forced = llm.bind_tools([get_weather], tool_choice=choice, parallel_tool_calls=False)
         whole = forced.invoke([QUESTION])
         chunks = list(forced.stream([QUESTION]))
         streamed = sum(chunks[1:], chunks[0])
@@ -76,7 +75,7 @@ def structured(llm: ChatOpenAI) -> None:
 
 
 async def asynchronous(llm: ChatOpenAI) -> None:
-    forced = llm.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False, strict=True)
+    forced = llm.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
     answers = await asyncio.gather(*(forced.ainvoke([QUESTION]) for _ in range(3)))
     assert {answer.tool_calls[0]["name"] for answer in answers} == {"get_weather"}
     chunks = [chunk async for chunk in forced.astream([QUESTION])]
