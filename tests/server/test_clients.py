@@ -54,6 +54,8 @@ def server(smollm2):
         ("instructor", "instructor>=1.10,<2", "instructor_tools.py"),
         ("pydantic-ai", "pydantic-ai-slim[openai]>=2.68,<3", "pydantic_ai_tools.py"),
         ("openai-agents", "openai-agents>=0.4,<1", "openai_agents_tools.py"),
+        ("smolagents", "smolagents[openai]>=1.20,<2", "smolagents_tools.py"),
+        ("llama-index", "llama-index-llms-openai-like>=0.5,<1", "llama_index_tools.py"),
         ("anthropic", "anthropic>=2,<3", "anthropic_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_conversation.py"),
         ("litellm", "litellm>=1.80,<2", "litellm_tools.py"),
