@@ -52,6 +52,8 @@ def innermost(error: BaseException) -> str:
             break
         seen.add(id(cause))
         error = cause
+    if isinstance(error, EngineDeadError):  # its message is a cause in words, perhaps another process's
+        return str(error)
     place = ""
     traceback = error.__traceback__
     while traceback is not None:

@@ -33,6 +33,7 @@ from mainspring.kernels.native import KV_BYTES, KV_SCALE_BYTES, KVType
 from mainspring.models.families import Model
 from mainspring.models.loader import dummy_spec, read_model, wants_native
 from mainspring.models.packing import place_weights
+from mainspring.models.parallel import Place, check_divisible
 from mainspring.models.spec import ModelSpec, weight_table
 from mainspring.models.views import TensorSource
 from mainspring.models.weights import MEMORY_SHARE, random_model, tensors_of
@@ -109,6 +110,10 @@ def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
     except ConfigError as error:
         problems.append(str(error))
         is_native = False
+    try:
+        check_divisible(spec, Place(0, config.tensor_parallel_size, config.pipeline_parallel_size))
+    except ConfigError as error:
+        problems.append(str(error))
     form, weights_bytes = _packed(found) if is_native else _unpacked(found, free_bytes)
     kv_type, kv_specs = _kv(config, spec, is_native)
     result = Forecast(
