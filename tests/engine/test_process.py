@@ -291,10 +291,10 @@ def test_a_core_that_stays_stopped_is_ended_by_force(place: Place, monkeypatch):
 @pytest.mark.parametrize(
     ("phase", "blow"),
     [
-        ("loading", "SIGKILL"),
-        ("idle", "SIGINT"),
+        pytest.param("loading", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("idle", "SIGINT", marks=pytest.mark.slow),
         ("prefill", "exception"),
-        ("decode", "SIGTERM"),
+        pytest.param("decode", "SIGTERM", marks=pytest.mark.slow),
         ("decode", "SIGSTOP"),
     ],
 )
@@ -358,9 +358,9 @@ def strike_front_end(place: Place, front: FrontEnd, phase: str, blow: str) -> No
 @pytest.mark.parametrize(
     ("phase", "blow"),
     [
-        ("start-up", "SIGINT"),
-        ("loading", "SIGKILL"),
-        ("idle", "exception"),
+        pytest.param("start-up", "SIGINT", marks=pytest.mark.slow),
+        pytest.param("loading", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("idle", "exception", marks=pytest.mark.slow),
         ("decode", "SIGKILL"),
         ("decode", "SIGSTOP"),
     ],
