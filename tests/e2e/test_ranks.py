@@ -77,6 +77,11 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_starts() -> None:
         )
 
 
+def test_engines_side_by_side_are_not_for_llm() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size 2: LLM has one engine"):
+        LLM(model=FACTS.path, load_format="dummy", data_parallel_size=2, skip_tokenizer_init=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}])
 @pytest.mark.parametrize("async_scheduling", [False, True])

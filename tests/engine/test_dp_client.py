@@ -125,6 +125,9 @@ async def test_a_dead_rank_loses_no_token_and_says_none_twice() -> None:
 
         assert await collect(client, set(expected), kill_once) == expected
         assert killed
+        gone = client._stats[1]
+        assert gone.num_scheduled_tokens > 0  # counters only grow, also those of all together
+        assert (gone.num_running, gone.num_waiting, gone.kv_cache_usage) == (0, 0, 0.0)
         await client.add_request(request("r50", rank=1))  # it is gone; another does as well
         await collect(client, {"r50"})
         assert client.loads == [(0, 0), (0, 0)]

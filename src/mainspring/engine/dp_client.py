@@ -275,7 +275,7 @@ class DPLBAsyncMPClient:
 
     async def _move_requests_of(self, engine: int, error: EngineDeadError) -> None:
         self._alive.discard(engine)
-        self._stats[engine] = SchedulerStats()
+        self._stats[engine] = of_the_dead(self._stats[engine])
         orphans = [live.request for live in self._live.values() if live.engine == engine]
         if self._is_lockstep:  # the others wait for it in a collective, or will
             await asyncio.gather(*(self._clients[rank].shutdown() for rank in sorted(self._alive)))
@@ -328,6 +328,11 @@ async def _read(
             await news.put((rank, await client.get_output()))
     except EngineDeadError as error:
         await news.put((rank, error))
+
+
+def of_the_dead(last: SchedulerStats) -> SchedulerStats:
+    """Nothing is in it any more; what it has done stays done, for counters only grow."""
+    return structs.replace(last, num_running=0, num_waiting=0, num_parked=0, kv_cache_usage=0.0)
 
 
 def total(stats: Sequence[SchedulerStats]) -> SchedulerStats:

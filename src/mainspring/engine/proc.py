@@ -365,6 +365,12 @@ def main() -> int:
         shutil.rmtree(directory, ignore_errors=True)  # sockets that are connected do not need it
 
 
+def _ignore_signals() -> None:
+    """We end already. A signal must not interrupt what there is to say and to clear away."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
     is_ready = False
 
@@ -381,16 +387,19 @@ def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
         return 1
     set_up_logging(config.log_level)
     try:
-        run_engine_core(config, tell, lifeline, directory)
-    except _ToldToEnd:
+        try:
+            run_engine_core(config, tell, lifeline, directory)
+        except Exception as error:
+            _ignore_signals()
+            if is_ready:
+                logger.error("the engine core has ended: %s", innermost(error))
+            else:
+                cause = str(error) if isinstance(error, EngineError) else innermost(error)
+                tell(Failed(type(error).__name__, cause))
+            return 1
+    except _ToldToEnd:  # while the engine was built, or just when it could not be
+        _ignore_signals()
         tell(Failed(EngineDeadError.__name__, TOLD_TO_END_TEXT))
-        return 1
-    except Exception as error:
-        if is_ready:
-            logger.error("the engine core has ended: %s", innermost(error))
-        else:
-            cause = str(error) if isinstance(error, EngineError) else innermost(error)
-            tell(Failed(type(error).__name__, cause))
         return 1
     return 0
 

@@ -165,6 +165,12 @@ class LLMEngine:
         """
         from mainspring.engine.client import EngineCoreClient
 
+        if args.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size {args.data_parallel_size}: LLM has one engine; leave it at 1, or use "
+                "AsyncLLM or serve, which spread requests over several"
+            )
+
         in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
         start = partial(
             EngineCoreClient.make_client, in_process=in_process, shutdown_timeout_s=args.shutdown_timeout
