@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from mainspring.base.errors import RequestError
 from mainspring.base.messages import SchedulerStats
-from mainspring.engine.router import MOST_AHEAD, EngineLoad, Move, moves, pick_engine
+from mainspring.engine.router import MOST_AHEAD, EngineLoad, Move, check_rank, moves, pick_engine
 
 
 def idle(number: int) -> list[EngineLoad]:
@@ -40,6 +41,16 @@ def test_a_long_prompt_counts_for_many_short_ones() -> None:
         engine = pick_engine(loads, (0, 1), turn)
         assert engine == 0
         loads[0] = EngineLoad(loads[0].num_unread_tokens + 10, loads[0].num_requests + 1)
+
+
+def test_ranks_that_there_are_not_are_refused() -> None:
+    for rank in (None, 0, 1):
+        check_rank(rank, 2)
+    check_rank(0, 1)
+    with pytest.raises(RequestError, match="data_parallel_rank 2 must be from 0 to 1"):
+        check_rank(2, 2)
+    with pytest.raises(RequestError, match="data_parallel_rank 1 must be 0: there is one engine"):
+        check_rank(1, 1)
 
 
 def test_the_dead_get_nothing() -> None:

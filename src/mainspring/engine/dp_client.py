@@ -26,7 +26,7 @@ from functools import partial
 from msgspec import structs
 
 from mainspring.base.config import DataParallelRank, EngineConfig
-from mainspring.base.errors import EngineDeadError, RequestError
+from mainspring.base.errors import EngineDeadError
 from mainspring.base.messages import (
     Command,
     CommandResult,
@@ -39,7 +39,7 @@ from mainspring.engine.launch import ConfigSource, CoreProcess
 from mainspring.engine.lockstep import Belief, on_sending, on_wake_wish, on_wave_complete
 from mainspring.engine.mp_client import AsyncMPClient
 from mainspring.engine.proc import Ready
-from mainspring.engine.router import EngineLoad, Routing, moves, pick_engine
+from mainspring.engine.router import EngineLoad, Routing, check_rank, moves, pick_engine
 from mainspring.executor.links import Link, close_links, make_links
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ class DPLBAsyncMPClient:
 
     def __init__(self, group: CoreGroup, routing: Routing = "load") -> None:
         self._clients = [AsyncMPClient(process) for process in group.processes]
+        self.num_engines = len(self._clients)
         self.max_model_len = group.ready.max_model_len
         self._routing: Routing = routing
         self._alive = set(range(len(self._clients)))
@@ -155,14 +156,11 @@ class DPLBAsyncMPClient:
         return [EngineLoad(*load) for load in zip(self._unread_tokens, self._num_requests, strict=True)]
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Raises `RequestError` for a rank that there is not, `EngineDeadError` if that one, or all, have
-        ended."""
-        wanted = request.data_parallel_rank
-        if wanted is not None and not 0 <= wanted < len(self._clients):
-            raise RequestError(
-                f"data_parallel_rank {wanted} must be from 0 to {len(self._clients) - 1}",
-                "data_parallel_rank",
-            )
+        """A rank that is asked for has the request as long as it lives; then another has it.
+
+        Raises `RequestError` for one that there is not, `EngineDeadError` once all have ended.
+        """
+        check_rank(request.data_parallel_rank, self.num_engines)
         await self._place(request)
 
     async def _place(self, request: EngineCoreRequest) -> None:
@@ -174,8 +172,6 @@ class DPLBAsyncMPClient:
                 await self._clients[engine].add_request(request)
             except EngineDeadError:  # the reader will say so too, and its requests are moved then
                 self._alive.discard(engine)
-                if request.data_parallel_rank == engine and not request.output_token_ids:
-                    raise
                 continue
             self._enter(request, engine)
             return

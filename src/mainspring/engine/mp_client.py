@@ -140,6 +140,8 @@ class AsyncMPClient:
     Created and used on one loop.
     """
 
+    num_engines = 1
+
     def __init__(
         self, process: CoreProcess | JoinedCore, client_index: int = 0, *, owns_process: bool = True
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from mainspring.base.errors import RequestError
 from mainspring.base.messages import SchedulerStats
 
 DECODE_TOKENS = 64  # prompt tokens that a live request weighs as much as: its share of the steps to come
@@ -36,6 +37,13 @@ class EngineLoad(NamedTuple):
     @property
     def score(self) -> int:
         return self.num_unread_tokens + DECODE_TOKENS * self.num_requests
+
+
+def check_rank(rank: int | None, num_engines: int) -> None:
+    """Raises `RequestError` for a rank that a request asks for and that there is not."""
+    if rank is not None and not 0 <= rank < num_engines:
+        expected = f"from 0 to {num_engines - 1}" if num_engines > 1 else "0: there is one engine"
+        raise RequestError(f"data_parallel_rank {rank} must be {expected}", "data_parallel_rank")
 
 
 def pick_engine(

@@ -542,6 +542,10 @@ class AsyncLLM:
         """`generate` in two steps, for callers who must know that a request was accepted before its first
         output is there. Raises as it does; the stream must be closed."""
         client = self._attached()
+        if data_parallel_rank is not None:
+            from mainspring.engine.router import check_rank
+
+            check_rank(data_parallel_rank, getattr(client, "num_engines", 1))
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
         await self._input_processor.check_structure(params)
