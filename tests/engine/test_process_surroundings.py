@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ from mainspring.base.config import EngineArgs, EngineConfig
 from mainspring.base.errors import ConfigError, EngineDeadError
 from mainspring.base.messages import GetStats
 from mainspring.engine.launch import CoreProcess
-from mainspring.engine.socket_folder import FORGOTTEN_S, PREFIX
+from mainspring.engine.socket_folder import FORGOTTEN_S, PREFIX, SocketFolder
 from mainspring.frontend.llm_engine import LLMEngine, make_processors
 
 
@@ -296,6 +297,24 @@ def test_folders_that_were_forgotten_are_removed_and_no_others(place: Place):
     names["a file"].unlink()
     for name in ("fresh", "held", "full"):
         names[name].rmdir()
+
+
+def test_a_folder_is_removed_by_two_at_once(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """One sees the core's end while the other brings it about: both are in the middle of it together."""
+    folder = SocketFolder()
+    both, remove_tree = threading.Barrier(2), shutil.rmtree
+
+    def together(path: str, ignore_errors: bool) -> None:
+        both.wait(PATIENCE_S)
+        remove_tree(path, ignore_errors)
+        both.wait(PATIENCE_S)
+
+    monkeypatch.setattr(shutil, "rmtree", together)
+    other = in_thread(folder.remove)
+    folder.remove()
+    other.result(PATIENCE_S)
+    assert not os.path.exists(folder.path)
+    folder.remove()
 
 
 def test_a_folder_too_long_for_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -33,15 +33,15 @@ class SocketFolder:
                 f"the folder for temporary files is too long for sockets ({tempfile.gettempdir()}): "
                 "set TMPDIR to a shorter one, or in_process=True"
             )
-        self._lock: int | None = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._locks = [os.open(self.path, os.O_RDONLY)]  # emptied by whoever removes the folder
+        fcntl.flock(self._locks[0], fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Idempotent."""
-        if self._lock is not None:
+        """Idempotent, and for any thread: an end may be seen by one while another brings it about."""
+        if self._locks:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
+            with contextlib.suppress(IndexError):
+                os.close(self._locks.pop())
 
 
 def _remove_forgotten(parent: str) -> None:
