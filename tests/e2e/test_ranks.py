@@ -93,14 +93,28 @@ def test_ranks_with_the_real_model(smollm2: Path, ranks: dict, async_scheduling:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}])
-def test_golden_tokens_with_ranks(smollm2: Path, ranks: dict) -> None:
-    """Up to the first step whose two best tokens are hardly apart."""
-    with LLM(model=str(smollm2), kernels="numpy", **ranks) as llm:
+@pytest.mark.parametrize("kernels", ["numpy", "native"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+    ],
+)
+def test_golden_tokens_with_ranks(smollm2: Path, ranks: dict, kernels: str) -> None:
+    """Up to the first step whose two best tokens are hardly apart; native kernels with activations of 16
+    bits, for those of 8 are not exact to the token on one rank either."""
+    settings: dict = {"kernels": kernels}
+    apart = 1e-3
+    if kernels == "native":
+        pytest.importorskip("mainspring_native", reason="the native kernels are not installed")
+        settings["activations"], apart = "int16", 0.02
+    with LLM(model=str(smollm2), **settings, **ranks) as llm:
         for case in GOLDEN["raw"][:4]:
             params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
             (said,) = llm.generate([{"prompt_token_ids": case["prompt_ids"]}], params, use_tqdm=False)
-            near = next((i for i, gap in enumerate(case["top2_gap"]) if gap < 1e-3), 16)
+            near = next((i for i, gap in enumerate(case["top2_gap"]) if gap < apart), 16)
             assert said.outputs[0].token_ids[:near] == case["greedy_ids"][:16][:near]
 
 
