@@ -15,28 +15,26 @@ over all of them; what `gguf_head.read_head` promises holds for each.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
-from mainspring.checkpoint.blocks import TYPES_BY_NAME, Floats, are_finite, decode_blocks
-from mainspring.checkpoint.gguf_head import Metadata, TensorInfo, read_head
-from mainspring.checkpoint.mapping import map_file
+from mainspring.checkpoint.gguf_head import Metadata, read_head
+from mainspring.checkpoint.mapping import MappedFile
 from mainspring.checkpoint.quoting import quoted
+from mainspring.checkpoint.tensors import StoredTensors, TensorInfo
 
 PART_NAME: Final = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 OWN_KEYS: Final = ("split.no", "general.alignment")  # of a part; others that it repeats are the model's
 
 
-class GGUFFile:
+class GGUFFile(StoredTensors):
     """A GGUF file, or all parts of a split one, open for reading. Safe to use from several threads until it
     is closed.
 
@@ -61,54 +59,20 @@ class GGUFFile:
         return list(self._part_of)
 
     def info(self, name: str) -> TensorInfo:
-        """Raises `CheckpointError` for a name that the file does not have."""
         return self._part(name).tensors[name]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor as they are in the file: a read-only view of [num_bytes]."""
         part = self._part(name)
         info = part.tensors[name]
         return part.bytes[info.offset : info.offset + info.num_bytes]
 
-    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
-        """The values of a tensor, float32 in `info(name).shape`; into `out`, C-contiguous, if given."""
-        info = self.info(name)
-        if out is None:
-            out = np.empty(info.shape, np.float32)
-        assert out.shape == info.shape, f"out {out.shape} != {name} {info.shape}"
-        assert out.dtype == np.float32, f"out is {out.dtype}"
-        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name), out)
-        return out
-
-    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
-        """Rows [begin, end) of a tensor with two dimensions, as float32."""
-        info = self.info(name)
-        row_bytes = info.num_bytes // info.shape[0]
-        out = np.empty((end - begin, info.shape[1]), np.float32)
-        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name)[begin * row_bytes : end * row_bytes], out)
-        return out
-
-    def is_finite(self, name: str) -> bool:
-        """Whether every value of a tensor is a number."""
-        return are_finite(TYPES_BY_NAME[self.info(name).type], self.raw(name))
-
     def drop_pages(self) -> None:
-        """Take the file's pages out of this process's memory; they are read again when touched."""
         for part in self._parts:
             part.drop_pages()
 
     def close(self) -> None:
-        """Idempotent. Views that `raw` gave out stay valid: the map itself goes with the last of them."""
         for part in self._parts:
             part.close()
-
-    def __enter__(self) -> GGUFFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _part(self, name: str) -> _Part:
         if name not in self._part_of:
@@ -116,18 +80,16 @@ class GGUFFile:
         return self._part_of[name]
 
 
-class _Part:
+class _Part(MappedFile):
     """One file, mapped, and its head."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._map = map_file(path, "a GGUF file")
+        super().__init__(path, "a GGUF file")
         try:
-            self.metadata, self.tensors = read_head(path, self._map)
+            self.metadata, self.tensors = read_head(path, self.buffer)
         except BaseException:
-            self._map.close()
+            self.close()
             raise
-        self.bytes = np.frombuffer(self._map, np.uint8)
 
     def count(self, key: str, default: int) -> int:
         """The value of a key that is a number of parts."""
@@ -135,17 +97,6 @@ class _Part:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(f"key {quoted(key)} is {quoted(value)}, expected a count")
         return value
-
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {message}")
-
-    def drop_pages(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        self.bytes = np.empty(0, np.uint8)
-        with suppress(BufferError):  # a view is still in use
-            self._map.close()
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 from mainspring.base.errors import CheckpointError
 from mainspring.checkpoint.blocks import OTHER_TYPE_NAMES, TENSOR_TYPES, TYPES_BY_NAME
 from mainspring.checkpoint.quoting import quoted
+from mainspring.checkpoint.tensors import TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -28,17 +29,6 @@ MAX_NESTING = 4  # arrays of arrays; files in the wild have none
 MAX_ALIGNMENT = 1 << 20
 MIN_ENTRY_BYTES = 13  # the least a key-value takes: length of the key, type, one byte
 MIN_TENSOR_BYTES = 24  # the least a tensor's entry takes: length of the name, n_dims, type, offset
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies and how to read it."""
-
-    name: str
-    shape: tuple[int, ...]  # row-major: the last dimension is contiguous
-    type: str  # "F32", "Q4_1", ...
-    num_bytes: int
-    offset: int  # bytes from the start of the file that it is in
 
 
 class Head(NamedTuple):

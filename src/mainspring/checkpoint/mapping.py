@@ -5,13 +5,38 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from mainspring.base.errors import CheckpointError
 
 
-def map_file(path: Path, what: str) -> mmap.mmap:
-    """The bytes of `path`, read-only. Raises `CheckpointError`; `what` was expected, as "a GGUF file"."""
+class MappedFile:
+    """A file, mapped: its bytes as `buffer`, and as the array `bytes`. Raises `CheckpointError`; `what` was
+    expected, as "a GGUF file"."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path = path
+        self.buffer = _map(path, what)
+        self.bytes = np.frombuffer(self.buffer, np.uint8)
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}")
+
+    def drop_pages(self) -> None:
+        """Take the file's pages out of this process's memory; they are read again when touched."""
+        self.buffer.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Idempotent. Views that were given out stay valid: the map itself goes with the last of them."""
+        self.bytes = np.empty(0, np.uint8)
+        with suppress(BufferError):  # a view is still in use
+            self.buffer.close()
+
+
+def _map(path: Path, what: str) -> mmap.mmap:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())

@@ -31,9 +31,9 @@ import numpy.typing as npt
 from mainspring.base.errors import CheckpointError
 from mainspring.base.log import get_logger
 from mainspring.checkpoint.blocks import Floats
-from mainspring.checkpoint.gguf_head import TensorInfo
 from mainspring.checkpoint.quoting import MAX_QUOTED, quoted
 from mainspring.checkpoint.safetensors import WEIGHT_TYPES, ElementSource, RoutedTensors
+from mainspring.checkpoint.tensors import TensorInfo
 
 logger = get_logger(__name__)
 

@@ -20,22 +20,21 @@ import mmap
 import os
 import re
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from mainspring.base.errors import CheckpointError
-from mainspring.checkpoint.blocks import TYPES_BY_NAME, Floats, decode_blocks
-from mainspring.checkpoint.gguf_head import TensorInfo
-from mainspring.checkpoint.mapping import map_file
+from mainspring.checkpoint.blocks import Floats
+from mainspring.checkpoint.mapping import MappedFile
 from mainspring.checkpoint.quoting import quoted
+from mainspring.checkpoint.tensors import Closing, StoredTensors, TensorInfo
 
 LENGTH_BYTES = 8  # of the table's length, before the table
 MAX_DIMS = 8
@@ -105,7 +104,7 @@ class ElementSource(Protocol):
     def close(self) -> None: ...
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile, StoredTensors):
     """One safetensors file, open for reading. Safe to use from several threads until it is closed.
 
     Raises `CheckpointError`, one line that names the file and the tensor at fault, if anything in its table
@@ -113,14 +112,12 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._map = map_file(self.path, "a safetensors file")
+        super().__init__(Path(path), "a safetensors file")
         try:
-            self._tensors = _Table(self.path, self._map).tensors()
+            self._tensors = _Table(self.path, self.buffer).tensors()
         except BaseException:
-            self._map.close()
+            self.close()
             raise
-        self._bytes = np.frombuffer(self._map, np.uint8)
 
     @property
     def tensor_names(self) -> list[str]:
@@ -128,69 +125,20 @@ class SafetensorsFile:
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Raises `CheckpointError` for a name that the file does not have."""
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: no tensor {quoted(name)} among its {len(self._tensors)}")
         return self._tensors[name]
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor as they are in the file: a read-only view of [num_bytes]."""
         info = self.info(name)
-        return self._bytes[info.offset : info.offset + info.num_bytes]
+        return self.bytes[info.offset : info.offset + info.num_bytes]
 
     def elements(self, name: str) -> npt.NDArray[Any]:
         """A tensor of any type as it is stored: a read-only view in its shape; see `ELEMENT_TYPES`."""
         info = self.info(name)
         return self.raw(name).view(ELEMENT_TYPES[info.type]).reshape(info.shape)
 
-    def dequantise(self, name: str, out: Floats | None = None) -> Floats:
-        """The values of a weight, float32 in `info(name).shape`; into `out`, C-contiguous, if given.
-
-        Raises `CheckpointError` for a type that is none of `WEIGHT_TYPES`.
-        """
-        info = self._weight(name)
-        if out is None:
-            out = np.empty(info.shape, np.float32)
-        assert out.shape == info.shape, f"out {out.shape} != {name} {info.shape}"
-        assert out.dtype == np.float32, f"out is {out.dtype}"
-        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name), out)
-        return out
-
-    def dequantise_rows(self, name: str, begin: int, end: int) -> Floats:
-        """Rows [begin, end) of a weight with two dimensions, as float32."""
-        info = self._weight(name)
-        row_bytes = info.num_bytes // info.shape[0]
-        out = np.empty((end - begin, info.shape[1]), np.float32)
-        decode_blocks(TYPES_BY_NAME[info.type], self.raw(name)[begin * row_bytes : end * row_bytes], out)
-        return out
-
-    def is_finite(self, name: str) -> bool:
-        """Whether every value of a weight is a number."""
-        info = self._weight(name)
-        values = self.raw(name).view(ELEMENT_TYPES[info.type])
-        if info.type == "BF16":  # all ones in the exponent
-            return not ((values & 0x7F80) == 0x7F80).any()
-        return bool(np.isfinite(values).all())
-
-    def drop_pages(self) -> None:
-        """Take the file's pages out of this process's memory; they are read again when touched."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Idempotent. Views that were given out stay valid: the map itself goes with the last of them."""
-        self._bytes = np.empty(0, np.uint8)
-        with suppress(BufferError):  # a view is still in use
-            self._map.close()
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _weight(self, name: str) -> TensorInfo:
+    def weight(self, name: str) -> TensorInfo:
         info = self.info(name)
         if info.type not in WEIGHT_TYPES:
             raise CheckpointError(
@@ -200,7 +148,7 @@ class SafetensorsFile:
         return info
 
 
-class RoutedTensors(ABC):
+class RoutedTensors(Closing):
     """Tensors that lie in several sources, as one. Methods as `SafetensorsFile`."""
 
     @property
@@ -240,14 +188,6 @@ class RoutedTensors(ABC):
     def close(self) -> None:
         for source in self.sources:
             source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class ShardedSafetensors(RoutedTensors):
