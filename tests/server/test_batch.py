@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_with_a_real_model(smollm2, tmp_path, monkeypatch, capsys: pytest.Captur
         **{"num_requests": 3, "num_answered": 3, "num_refused": 1, "num_skipped": 0},
         "output_file": str(answers),
     }
-    assert err == "(3 answered, 1 of them with an error)\n"
+    assert err == "(3 answered, 1 of them with an error: line 2)\n"
     found = [json.loads(text) for text in answers.read_text().splitlines()]
     assert {answer["custom_id"] for answer in found} == {"q1", None, "q2"}
     (second,) = [answer for answer in found if answer["custom_id"] == "q2"]
@@ -190,7 +191,9 @@ def test_with_a_real_model(smollm2, tmp_path, monkeypatch, capsys: pytest.Captur
 
     answers.write_text(json.dumps(second) + "\n" + '{"id": "cut of')
     assert main([*argv, "--resume"]) == 0
-    assert capsys.readouterr().err == "(2 answered, 1 of them with an error, 1 were answered before)\n"
+    assert (
+        capsys.readouterr().err == "(2 answered, 1 of them with an error: line 2, 1 were answered before)\n"
+    )
     resumed = [json.loads(text) for text in answers.read_text().splitlines()]
     assert resumed[0] == second
     assert {answer["custom_id"] for answer in resumed} == {"q1", None, "q2"}
@@ -198,6 +201,25 @@ def test_with_a_real_model(smollm2, tmp_path, monkeypatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(question(7).encode())))
     assert main(["run-batch", "-i", "-", "-o", "-", "--model", str(smollm2)]) == 0
     assert json.loads(capsys.readouterr().out)["custom_id"] == "q7"
+
+
+def test_failed_requests_are_named_and_count_when_asked(
+    smollm2, tmp_path, capsys: pytest.CaptureFixture[str]
+):
+    """The file is done either way; `--strict` makes a failure of one request a failure of the run."""
+    requests = tmp_path / "in.jsonl"
+    argv = ["run-batch", "-i", str(requests), "-o", str(tmp_path / "out.jsonl"), "--model", str(smollm2)]
+    requests.write_text("\n".join([question(0), *(question(i, max_tokens=-1) for i in range(1, 6))]))
+    assert main([*argv, "--strict", "--max-model-len", "64"]) == 1
+    err = capsys.readouterr().err
+    told = re.search(
+        r"\(6 answered, 5 of them with an error: ('q[1-5]'), ('q[1-5]'), ('q[1-5]'), \.\.\.\)", err
+    )
+    assert told is not None, err
+    assert len(set(told.groups())) == 3
+    requests.write_text(question(0))
+    assert main([*argv, "--strict", "--max-model-len", "64"]) == 0
+    assert "(1 answered)" in capsys.readouterr().err
 
 
 def test_interrupted(smollm2, tmp_path):

@@ -1,7 +1,8 @@
 """`mainspring run-batch`: a file of requests answered without a server (see `server/batch.py` for its form).
 
 The file is read twice: to count its lines, and to answer them; standard input is kept in a temporary file for
-that. What is wrong with the files is said before the model is loaded.
+that. What is wrong with the files is said before the model is loaded; which requests failed, at the end. A
+file that was read to its end is done, whatever was answered; with `--strict` a failed request is a failure.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import EngineError, RequestError
@@ -37,6 +39,7 @@ EXAMPLES = (
     "-i - -o - < requests.jsonl > answers.jsonl",
 )
 STREAM = "-"  # standard input, or output
+SHOWN = 3  # requests that failed, by name
 # of the server's settings: what changes an answer
 SETTINGS = (
     *("served_model_name", "response_role", "trust_request_chat_template", "default_chat_template_kwargs"),
@@ -69,6 +72,12 @@ def _parser(argv: list[str]) -> Parser:
         action="store_true",
         default=False,
         help="leave out what has an answer in the output file, and add the others",
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        default=False,
+        help="exit status 1 where a request was answered with an error",
     )
     add_server_flags(parser, only=SETTINGS)
     add_engine_flags(parser, without=("served_model_name",))
@@ -134,6 +143,39 @@ def _kept(file: IO[bytes], path: Path) -> set[str]:
     return found
 
 
+class _Answer(msgspec.Struct):
+    """What says whether a request failed, and which."""
+
+    custom_id: str | None
+    error: dict[str, Any] | None
+
+    def where(self) -> str:
+        """Errors of lines that say no custom_id begin with their line."""
+        if self.custom_id is None:
+            assert self.error is not None
+            return str(self.error["message"]).split(":")[0]
+        return ascii(self.custom_id[:40])
+
+
+class _Output:
+    """Writes answers, and knows where the first failures are."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.failed: list[str] = []
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except BrokenPipeError:
+            raise  # who read it has left
+        except OSError as error:
+            raise EngineError(f"the answers cannot be written: {error.strerror}; --resume goes on") from None
+        if len(self.failed) < SHOWN and (answer := msgspec.json.decode(line, type=_Answer)).error:
+            self.failed.append(answer.where())
+
+
 # --- the run ------------------------------------------------------------------------------------------------
 
 
@@ -142,27 +184,28 @@ def _run(given: Namespace, requests: IO[bytes], answers: IO[bytes], answered: se
     args = EngineArgs.from_mapping(engine_arguments(given))
     total = sum(1 for line in requests if line.strip())
     requests.seek(0)
+    output = _Output(answers)
     tally = asyncio.run(
         _serve(
             args,
             ServerSettings(**settings, disable_uvicorn_access_log=True),
             requests,
-            answers,
+            output,
             answered,
             total,
         )
     )
     if given.json:
         print(json.dumps({"num_requests": total, **tally._asdict(), "output_file": given.output_file}))
-    say(_words(tally))
-    return 0
+    say(_words(tally, output.failed))
+    return 1 if given.strict and tally.num_refused else 0
 
 
 async def _serve(
     args: EngineArgs,
     settings: ServerSettings,
     requests: IO[bytes],
-    answers: IO[bytes],
+    output: _Output,
     answered: set[str],
     total: int,
 ) -> Tally:
@@ -177,7 +220,7 @@ async def _serve(
 
     given_template = None if args.chat_template is None else template_text(args.chat_template)
     service = Service(settings, args.model)
-    batch = Batch(service, partial(_write, answers), answered)
+    batch = Batch(service, output.write, answered)
     async with await AsyncLLM.launch(args) as llm:
         service.set_ready(llm, template_for(llm, given_template))
         with tqdm(total=total, unit="request", disable=None) as bar:
@@ -185,24 +228,16 @@ async def _serve(
             try:
                 return await batch.run(requests, num_at_once, bar.update)
             except BaseException:
-                say(f"ended early: {_words(batch.tally)} of {total}; --resume goes on with the rest")
+                so_far = _words(batch.tally, output.failed)
+                say(f"ended early: {so_far} of {total}; --resume goes on with the rest")
                 raise
 
 
-def _write(answers: IO[bytes], line: bytes) -> None:
-    try:
-        answers.write(line)
-        answers.flush()
-    except BrokenPipeError:
-        raise  # who read it has left
-    except OSError as error:
-        raise EngineError(f"the answers cannot be written: {error.strerror}; --resume goes on") from None
-
-
-def _words(tally: Tally) -> str:
+def _words(tally: Tally, failed: list[str]) -> str:
     words = f"{tally.num_answered} answered"
     if tally.num_refused:
-        words += f", {tally.num_refused} of them with an error"
+        more = ", ..." if tally.num_refused > len(failed) else ""
+        words += f", {tally.num_refused} of them with an error: {', '.join(failed)}{more}"
     if tally.num_skipped:
         words += f", {tally.num_skipped} were answered before"
     return words
