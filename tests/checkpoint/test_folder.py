@@ -140,6 +140,16 @@ def test_a_gguf_file_is_opened_as_before(tmp_path: Path) -> None:
             {**CONFIG, "eos_token_id": 2**63},
             r"m/config\.json's eos_token_id is 9223372.*; expected a token's",
         ),
+        (
+            {},
+            '{"vocab_size": 100, "rope_theta": 1e4, "vocab_size": 200}',
+            r"m/config\.json has the key 'vocab_size' twice, as 100 and 200; expected it once",
+        ),
+        (
+            {"generation_config.json": '{"a": {"top_k": 3, "top_k": null}}'},
+            CONFIG,
+            r"n_config\.json has the key 'top_k' twice, as 3 and None",
+        ),
         ({}, {**CONFIG, "eos_token_id": "2"}, r"m/config\.json's eos_token_id is '2'; expected a token's id"),
         (
             {"generation_config.json": {"eos_token_id": [-1]}},
@@ -164,6 +174,12 @@ def test_what_is_no_model(files: dict[str, Any], config: Any, expected: str, tmp
     with pytest.raises(CheckpointError, match=expected) as caught, open_checkpoint(folder) as found:
         describe(found)
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_says_the_same_twice(tmp_path: Path) -> None:
+    config = json.dumps(CONFIG)
+    with ModelFolder(make(tmp_path, config=f'{config[:-1]}, "vocab_size": 100}}')) as found:
+        assert found.config == CONFIG
 
 
 def test_weights_alone_and_nothing(tmp_path: Path) -> None:
@@ -202,6 +218,27 @@ def test_end_tokens_come_from_all_who_name_one(tmp_path: Path) -> None:
     assert facts(tmp_path, tokenizer).bos_token_id == 1
 
 
+def test_end_tokens_beyond_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model of 100 tokens cannot say the hundred and first: it is left out, and that is said by file and
+    key."""
+    tokens = {"added_tokens": [{"id": 100, "content": "<end>"}], "model": {}}
+    files = {
+        "tokenizer.json": tokens,
+        "tokenizer_config.json": {"eos_token": "<end>"},
+        "generation_config.json": {"eos_token_id": [99, 101]},
+    }
+    found = facts(tmp_path, files, {**CONFIG, "bos_token_id": 102, "eos_token_id": 103})
+    assert (found.bos_token_id, found.eos_token_ids) == (None, (99,))
+    told = [message.removeprefix(f"{tmp_path / 'm'}/") for message in caplog.messages]
+    ending = "is beyond the vocabulary of 100, and has no effect"
+    assert sorted(told) == [
+        f"config.json's bos_token_id 102 {ending}",
+        f"config.json's eos_token_id 103 {ending}",
+        f"generation_config.json's eos_token_id 101 {ending}",
+        f"tokenizer.json's eos_token 100 {ending}",
+    ]
+
+
 def test_no_end_token_at_all(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if "token" not in key}
     found = facts(tmp_path, {}, config)
@@ -228,9 +265,9 @@ def test_positions(more: dict[str, Any], expected: int) -> None:
 def test_other_spellings_of_a_config() -> None:
     gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 7}
     assert config_facts("m", gpt2).max_position_embeddings == 7
-    nested = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": CONFIG}
+    nested = {"model_type": "gemma3", "eos_token_id": [1, 56], "text_config": CONFIG}
     found = config_facts("m", nested)
-    assert (found.architecture, found.vocab_size, found.eos_token_ids) == ("gemma3", 100, (1, 106))
+    assert (found.architecture, found.vocab_size, found.eos_token_ids) == ("gemma3", 100, (1, 56))
     assert found.bos_token_id == 1
 
 

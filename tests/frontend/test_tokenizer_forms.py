@@ -290,6 +290,17 @@ def test_a_tokenizer_json(tmp_path: Path) -> None:
     assert not t.add_bos_token
 
 
+def test_dropout_is_for_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Merges that are left out at random would make the same text another prompt each time."""
+    t = Tokenizer.from_checkpoint(folder(tmp_path, byte_level(dropout=0.9)))
+    assert all(spelled(t, "end") == ["end"] for _ in range(20))
+    (told,) = caplog.messages
+    assert told == f"{tmp_path / 'tokenizer.json'}: model.dropout 0.9 has no effect: a text has one spelling"
+    caplog.clear()
+    Tokenizer.from_checkpoint(folder(tmp_path, byte_level()))
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("wrong_id", [258, 300], ids=["twice", "gap"])
 def test_an_added_token_whose_id_cannot_be_kept(tmp_path: Path, wrong_id: int) -> None:
     """The library would number it anew, and the model would read another token."""

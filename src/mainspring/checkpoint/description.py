@@ -11,6 +11,7 @@ import msgspec
 
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import CheckpointError, RequestError
+from mainspring.base.log import get_logger
 from mainspring.base.params import SamplingParams
 from mainspring.checkpoint.architectures import ENCODERS, check_architecture
 from mainspring.checkpoint.folder import CONFIG_FILE, ModelFolder
@@ -19,6 +20,8 @@ from mainspring.checkpoint.hf_config import GENERATION
 from mainspring.checkpoint.opening import Checkpoint
 from mainspring.checkpoint.pooling import folder_pooling, gguf_pooling, longest_text
 from mainspring.checkpoint.quoting import quoted
+
+logger = get_logger(__name__)
 
 END_KEYS: Final = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; the first there is *the* EOS
 MOST: Final = 2**31 - 1  # of anything that is counted here
@@ -47,14 +50,18 @@ def gguf_facts(file: GGUFFile) -> ModelFacts:
         architecture = check_architecture(file.metadata)
     except CheckpointError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
-    ids = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS]
+    vocab_size = file.info("token_embd.weight").shape[0]
+
+    def token_ids(name: str) -> tuple[int, ...]:
+        return _token_ids(file.metadata, f"tokenizer.ggml.{name}_token_id", vocab_size, str(file.path))
+
     return ModelFacts(
         path=str(file.path),
         architecture=architecture,
         max_position_embeddings=int(str(read(f"{architecture}.context_length"))),
-        vocab_size=file.info("token_embd.weight").shape[0],
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
+        vocab_size=vocab_size,
+        bos_token_id=next(iter(token_ids("bos")), None),
+        eos_token_ids=tuple(dict.fromkeys(i for name in END_KEYS for i in token_ids(name))),
         can_generate=architecture not in ENCODERS,
         pooling=gguf_pooling(file, architecture),
     )
@@ -64,8 +71,8 @@ def folder_facts(folder: ModelFolder) -> ModelFacts:
     facts = config_facts(str(folder.path), folder.config, str(folder.path / CONFIG_FILE))
     generation = folder.generation_config
     where = str(folder.path / "generation_config.json")
-    ends = _token_ids(generation, "eos_token_id", where) or facts.eos_token_ids
-    eos, bos = _special_id(folder, "eos_token"), _special_id(folder, "bos_token")
+    ends = _token_ids(generation, "eos_token_id", facts.vocab_size, where) or facts.eos_token_ids
+    eos, bos = (_special_id(folder, name, facts.vocab_size) for name in ("eos_token", "bos_token"))
     first = () if eos is None else (eos,)
     most = facts.max_position_embeddings
     return replace(
@@ -89,14 +96,18 @@ def config_facts(model: str, config: Mapping[str, Any], shown: str = "the config
             raise CheckpointError(f"{shown}'s {key} is {quoted(value)}; expected a positive integer")
         return value
 
-    bos = _token_ids(config, "bos_token_id", shown) or _token_ids(inner, "bos_token_id", shown)
+    most, vocab_size = _positions(inner, read(*POSITION_KEYS)), read("vocab_size")
+
+    def token_ids(key: str) -> tuple[int, ...]:
+        return _token_ids(config if config.get(key) is not None else inner, key, vocab_size, shown)
+
     return ModelFacts(
         path=model,
         architecture=str(config.get("model_type")),
-        max_position_embeddings=_positions(inner, read(*POSITION_KEYS)),
-        vocab_size=read("vocab_size"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=_token_ids(config, "eos_token_id", shown) or _token_ids(inner, "eos_token_id", shown),
+        max_position_embeddings=most,
+        vocab_size=vocab_size,
+        bos_token_id=next(iter(token_ids("bos_token_id")), None),
+        eos_token_ids=token_ids("eos_token_id"),
         can_generate=config.get("model_type") not in ENCODERS,
     )
 
@@ -123,12 +134,20 @@ def _positions(config: Mapping[str, Any], most: int) -> int:
     return max(most, int(original * factor))
 
 
-def _token_ids(settings: Mapping[str, Any], key: str, shown: str) -> tuple[int, ...]:
+def _token_ids(settings: Mapping[str, Any], key: str, vocab_size: int, shown: str) -> tuple[int, ...]:
+    """Those that there are: a model cannot say others, and is usable without."""
     value = settings.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MOST for i in ids):
         raise CheckpointError(f"{shown}'s {key} is {quoted(value)}; expected a token's id, or a list of them")
-    return tuple(ids)
+    return tuple(i for i in ids if _is_known(i, vocab_size, f"{shown}'s {key}"))
+
+
+def _is_known(token_id: int, vocab_size: int, shown: str) -> bool:
+    if token_id < vocab_size:
+        return True
+    logger.warning("%s %d is beyond the vocabulary of %d, and has no effect", shown, token_id, vocab_size)
+    return False
 
 
 class _AddedToken(msgspec.Struct, gc=False):
@@ -140,12 +159,13 @@ class _AddedTokens(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def _special_id(folder: ModelFolder, name: str) -> int | None:
+def _special_id(folder: ModelFolder, name: str, vocab_size: int) -> int | None:
     """The id of the tokenizer's own "bos_token" or "eos_token"."""
-    text = folder.special_token(name)
-    if text is None or folder.tokenizer_json is None:
+    text, path = folder.special_token(name), folder.tokenizer_json
+    if text is None or path is None:
         return None
-    return next((i for i, content in _added_tokens(folder.tokenizer_json) if content == text), None)
+    ids = (i for i, content in _added_tokens(path) if content == text)
+    return next((i for i in ids if _is_known(i, vocab_size, f"{path}'s {name}")), None)
 
 
 def _added_tokens(path: Path) -> list[tuple[int, str]]:

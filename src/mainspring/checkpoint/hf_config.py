@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mainspring.base.errors import CheckpointError
+from mainspring.checkpoint.quoting import quoted
 
 # Sampling defaults, by their names in generation_config.json, and what they are called in `SamplingParams`.
 GENERATION: Final = {
@@ -43,8 +44,19 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _object(text: str, what: str) -> Mapping[str, Any]:
+    def whole(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Of values that differ nobody can say which is meant."""
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if found.setdefault(key, value) != value:
+                shown = f"{quoted(found[key])} and {quoted(value)}"
+                raise CheckpointError(f"{what} has the key {quoted(key)} twice, as {shown}; expected it once")
+        return found
+
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=whole)
+    except CheckpointError:  # which is a ValueError, too
+        raise
     except ValueError as error:
         raise CheckpointError(f"{what} is not JSON: {error}") from None
     except RecursionError:

@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 
 from mainspring.base.errors import CheckpointError
+from mainspring.base.log import get_logger
 from mainspring.checkpoint.folder import ModelFolder
 from mainspring.checkpoint.quoting import quoted
 from mainspring.frontend.tokenization import pieces
@@ -30,6 +31,8 @@ from mainspring.frontend.tokenization.spelling import (
     Spelling,
     WordPieces,
 )
+
+logger = get_logger(__name__)
 
 MODEL_FILE: Final = "tokenizer.model"
 MOST_ADDED = 1 << 20  # the highest id of an added token
@@ -68,6 +71,7 @@ def _named(path: Path, read: Any) -> Parts:
 
 class _Model(msgspec.Struct):
     type: str | None = None
+    dropout: float | None = None
 
 
 class _Added(msgspec.Struct):
@@ -94,6 +98,11 @@ def _from_json(path: Path, folder: ModelFolder) -> Parts:
                 f"added token {quoted(given.content)} has id {given.id}, and would become {found}; "
                 "expected ids without gaps after the vocabulary's, each once"
             )
+    if file.model.dropout:  # of training: merges left out at random
+        logger.warning(
+            "%s: model.dropout %s has no effect: a text has one spelling", path, file.model.dropout
+        )
+        tokenizer.model.dropout = None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
