@@ -80,6 +80,19 @@ def test_counts_are_integers(name: str):
         SamplingParams(**{name: 2**63 - 1})
 
 
+@pytest.mark.parametrize("value", [10**30, pytest.param(10**5000, id="many digits")])
+def test_a_count_beyond_all_bounds_is_told_the_bound(value: int):
+    """Case B110: the reason is that bound, not the other."""
+    with pytest.raises(
+        RequestError, match=r"max_tokens must be an integer of at least 1 and at most 92233720"
+    ):
+        SamplingParams(max_tokens=value)
+    with pytest.raises(
+        RequestError, match=r"top_k must be 0 or -1 for off, or a positive integer and at most "
+    ):
+        SamplingParams(top_k=value)
+
+
 def test_none_is_the_default_where_there_is_one():
     """Case B064: null and absent are the same thing."""
     for name in ("seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "bad_words"):

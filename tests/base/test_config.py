@@ -13,6 +13,7 @@ from mainspring.base.config import (
     EngineConfig,
     ModelFacts,
     PoolingFacts,
+    judge,
     resolve,
 )
 from mainspring.base.errors import ConfigError
@@ -36,7 +37,7 @@ def refusals(num_cpus: int = 2, **settings) -> list[str]:
     [
         ("num_threads", "1", "num_threads '1' must be a whole number or None, not str"),
         ("max_logprobs", "x", "max_logprobs 'x' must be a whole number, not str"),
-        ("executor", 5, "executor 5 must be text, not int"),
+        ("executor", 5, "executor 5 must be text or None, not int"),
         ("chat_template", 5, "chat_template 5 must be text or None, not int"),
         (
             "enable_prefix_caching",
@@ -57,9 +58,20 @@ def refusals(num_cpus: int = 2, **settings) -> list[str]:
         ("block_size", None, "block_size None must be a whole number, not NoneType"),
         ("kernels", "fast", "kernels 'fast' must be one of auto, native, numpy"),
         ("scheduling_policy", ["fcfs"], "scheduling_policy ['fcfs'] must be one of fcfs, priority"),
-        ("seed", 2**63, "seed must be a 64-bit integer"),
-        ("seed", -(2**63) - 1, "seed must be a 64-bit integer"),
-        pytest.param("max_num_seqs", 10**5000, "max_num_seqs must be a 64-bit integer", id="many digits"),
+        ("seed", 2**63, "seed must be a 64-bit integer, not one of 19 digits"),
+        ("seed", -(2**63) - 1, "seed must be a 64-bit integer, not one of 19 digits"),
+        pytest.param(
+            "max_num_seqs",
+            10**5000,
+            "max_num_seqs must be a 64-bit integer, not one of 5001 digits",
+            id="many digits",
+        ),
+        ("shutdown_timeout", 3e38, "shutdown_timeout 3e+38 must be from 0 to 31536000 seconds, a year"),
+        (
+            "kv_cache_dtype",
+            "fp8",
+            "kv_cache_dtype 'fp8' must be one of auto, float32, float16, bfloat16, int8",
+        ),
     ],
 )
 def test_a_setting_of_a_wrong_type_is_one_line(name: str, value: object, said: str):
@@ -103,6 +115,64 @@ def test_the_length_may_be_what_fits(word: object):
 def test_a_setting_out_of_bounds_is_said_once(name: str, value: int, said: str):
     (line,) = refusals(**{name: value})
     assert re.match(said, line), line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"executor": "uniproc", "tensor_parallel_size": 2},
+            "executor uniproc is one process, and 2 x 1 ranks",
+        ),
+        (
+            {"distributed_executor_backend": "uni", "pipeline_parallel_size": 2},
+            "distributed_executor_backend uni is one process, and 1 x 2 ranks",
+        ),
+        (
+            {"executor": "uniproc", "distributed_executor_backend": "mp"},
+            "executor uniproc and distributed_executor_backend mp differ; give one",
+        ),
+        (
+            {"executor": "multiproc", "distributed_executor_backend": "uni"},
+            "executor multiproc and distributed_executor_backend uni differ; give one",
+        ),
+        (
+            {"tensor_parallel_size": 64, "data_parallel_size": 64},
+            "tensor_parallel_size 64 x pipeline_parallel_size 1 x data_parallel_size 64 are 4096 processes",
+        ),
+        ({"tensor_parallel_size": 10**12}, "tensor_parallel_size 1000000000000 must be from 1 to 64"),
+        ({"data_parallel_size": 65}, "data_parallel_size 65 must be from 1 to 64"),
+    ],
+)
+def test_ranks_that_cannot_be_run_as_asked(settings: dict, said: str):
+    """Nothing that was named is exchanged for something else."""
+    (line,) = refusals(**settings)
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "executor"),
+    [
+        ({}, "uniproc"),
+        ({"executor": "uniproc"}, "uniproc"),
+        ({"executor": "uniproc", "distributed_executor_backend": "uni"}, "uniproc"),
+        ({"distributed_executor_backend": "uni"}, "uniproc"),
+        ({"distributed_executor_backend": "mp"}, "multiproc"),
+        ({"executor": "multiproc", "distributed_executor_backend": "mp"}, "multiproc"),
+        ({"pipeline_parallel_size": 2}, "multiproc"),
+        ({"tensor_parallel_size": 2, "executor": "mine:Class"}, "mine:Class"),
+    ],
+)
+def test_who_runs_the_workers(settings: dict, executor: str):
+    assert decide(**settings).executor == executor
+
+
+def test_what_is_wrong_with_any_model_is_said_without_one():
+    with pytest.raises(ConfigError) as refused:
+        judge(EngineArgs(block_size=17, data_parallel_size=1000, max_model_len=10**40, max_num_seqs="9"))
+    said = [line.split()[0] for line in str(refused.value).splitlines()]
+    assert said == ["max_model_len", "max_num_seqs", "block_size", "data_parallel_size"]
+    judge(EngineArgs(max_model_len=10**9))  # a matter of the model
 
 
 def test_more_threads_than_cores_are_refused():

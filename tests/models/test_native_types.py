@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from model_toys import engine_config
 
-from mainspring.base.errors import CheckpointError
+from mainspring.base.errors import CheckpointError, ConfigError
 from mainspring.base.messages import KVCacheConfig, KVCacheGroup
 from mainspring.checkpoint.blocks import TYPES_BY_NAME, TensorType, decode_blocks
 from mainspring.checkpoint.images import private_memory
-from mainspring.kernels.native import KV_TILE, library, why_not
+from mainspring.kernels.native import KV_TILE, choose_variant, library, why_not
 from mainspring.kernels.ops import Batch, Floats
 from mainspring.models.decoder import Decoder
 from mainspring.models.loader import load_model
@@ -166,6 +166,24 @@ def test_a_model_of_one_type(kind: TensorType, tmp_path: Path) -> None:
     found = logits_of(loaded(model, "native", activations="int16", kv_cache_dtype="float32"))
     apart = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     assert apart < (0.02 if kind.name in EXPANDED else 0.001)
+
+
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_keys_and_values_in_bf16_by_name(activations: str, tmp_path: Path) -> None:
+    """What auto may choose can be named, and is refused where the processor does not multiply it."""
+    model = write_model(tmp_path / "m.gguf", TYPES_BY_NAME["Q8_0"])
+    settings = {"activations": activations, "kv_cache_dtype": "bfloat16"}
+    native = library()
+    assert native is not None
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype bfloat16: avx2 has no products of it"):
+        loaded(model, "native", instruction_set="avx2", **settings)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype bfloat16 needs native kernels"):
+        loaded(model, "numpy", **settings)
+    if not native.has_bf16(choose_variant("auto")):
+        pytest.skip("no products of bf16 on this processor")
+    exact = logits_of(loaded(model, "native", activations=activations, kv_cache_dtype="float32"))
+    found = logits_of(loaded(model, "native", **settings))
+    assert 0 < np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)) < 0.02
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in KINDS if kind.group_scales])

@@ -97,6 +97,26 @@ def test_flags_that_are_refused(argv, line, capsys):
     assert re.search(line, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--data-parallel-size", "1000000"], "data_parallel_size 1000000 must be from 1 to 64"),
+        (["-tp", "1" + "0" * 30], "tensor_parallel_size must be a 64-bit integer, not one of 31 digits"),
+        (["--watermark", "3e38"], "watermark 3e+38 must be in [0, 1)"),
+        (
+            ["-tp", "2", "--executor", "uniproc"],
+            "executor uniproc is one process, and 2 x 1 ranks need one each",
+        ),
+    ],
+)
+def test_settings_that_are_refused_before_anybody_can_connect(argv, line, capsys):
+    """Whatever the model is, also one that is not here."""
+    assert main(["serve", "no-such-model", "--port", "0", *argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mainspring: {line}")
+    assert said.count("\n") == 1
+
+
 def test_flags_without_effect_are_taken_and_told(capsys):
     _, _, namespace = given("--swap-space", "4", "--disable-log-requests", "--no-enable-sleep-mode", "m.gguf")
     flags = ["--swap-space", "--disable-log-requests", "--no-enable-sleep-mode"]

@@ -93,6 +93,9 @@ MOST = {
     "num_gpu_blocks_override": 1 << 20,
     "kv_cache_memory_bytes": 1 << 44,
 }
+MOST_SECONDS = 365 * 86_400
+MOST_PROCESSES = 256  # of all ranks of all engines
+BACKENDS = {"uni": "uniproc", "mp": "multiproc"}  # vLLM's names -> ours
 TYPE_WORDS: dict[object, str] = {
     bool: "True or False",
     int: "a whole number",
@@ -139,7 +142,7 @@ class EngineArgs:
         default="int8",
         metadata={"help": "what multiplies quantised weights; int16 is exact to the token, and slower"},
     )
-    kv_cache_dtype: Literal["auto", "float32", "float16", "int8"] = field(
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = field(
         default="auto", metadata={"help": "type of keys and values; auto: 16 bits, in numpy float32"}
     )
     instruction_set: Literal["auto", "avx2", "avx512"] = field(
@@ -212,12 +215,15 @@ class EngineArgs:
         metadata={"help": "seconds for requests to finish at a shutdown; what is left is aborted"},
     )
     in_process: bool = field(default=False, metadata={"help": "run the engine core in the caller's process"})
-    executor: str = field(
-        default="uniproc", metadata={"help": "uniproc, multiproc (a process per worker), or module:Class"}
+    executor: str | None = field(
+        default=None,
+        metadata={
+            "help": "uniproc, multiproc (a process per worker), or module:Class; default: uniproc, multiproc "
+            "where there are several ranks"
+        },
     )
     distributed_executor_backend: Literal["uni", "mp"] | None = field(
-        default=None,
-        metadata={"help": "the executor by vLLM's names; default: mp where there are several ranks"},
+        default=None, metadata={"help": "uniproc or multiproc, by vLLM's names"}
     )
     tensor_parallel_size: int = field(default=1, metadata={"help": "processes that share every layer"})
     pipeline_parallel_size: int = field(
@@ -400,7 +406,8 @@ def _judge_types(args: EngineArgs, wrong: list[str]) -> EngineArgs:
     for setting in fields(args):
         value, annotation = getattr(args, setting.name), hints[setting.name]
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            wrong.append(f"{setting.name} must be a 64-bit integer")  # not shown: it may have many digits
+            digits = int(math.log10(abs(value))) + 1  # as text it may be a page
+            wrong.append(f"{setting.name} must be a 64-bit integer, not one of {digits} digits")
             mended[setting.name] = setting.default
         elif not any(_is_of(value, kind) for kind in _kinds(annotation)):
             wrong.append(_wrong_type(setting.name, value, annotation))
@@ -419,15 +426,20 @@ def _judge_use(args: EngineArgs, model: ModelFacts, require: Callable[[bool, str
         require(wanted not in ("classify", "score") or bool(labels), f"{shown} has no head that classifies")
 
 
-def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) -> EngineConfig:
-    """Decide everything that can be decided before measuring. `num_cpus`: cores that the kernels may use;
-    None: those of this process.
+def judge(args: EngineArgs) -> None:
+    """Whatever the model is: so that nothing is fetched or opened for settings that cannot be.
 
     Raises `ConfigError` with a line for each thing that is wrong.
     """
     wrong: list[str] = []
-    reasons: dict[str, str] = {}
     args = _judge_types(args, wrong)
+    _judge_alone(args, usable_cores(), wrong)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
+    """A line for each setting that is wrong by itself, or does not go with another."""
 
     def require(right: bool, message: str) -> None:
         if not right:
@@ -437,6 +449,90 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         not args.trust_remote_code,
         "trust_remote_code: models are data here, no code of theirs is run; leave it out",
     )
+    block_size = args.block_size
+    require(
+        1 <= block_size <= 1024 and block_size & (block_size - 1) == 0,
+        f"block_size {block_size} must be a power of two up to 1024",
+    )
+    require(args.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 (off) or more")
+    require(
+        0.0 <= args.watermark < 1.0 and math.isfinite(args.watermark),
+        f"watermark {args.watermark} must be in [0, 1)",
+    )
+    require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
+    for name in ("kv_cache_memory_bytes", "num_threads", "max_num_queued_reqs", "max_num_queued_tokens"):
+        value = getattr(args, name)
+        require(value is None or value >= 1, f"{name} {value} must be at least 1")
+    require(
+        args.num_gpu_blocks_override is None or args.num_gpu_blocks_override >= 2,
+        f"num_gpu_blocks_override {args.num_gpu_blocks_override} must be at least 2: block 0 is never used",
+    )
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        require(value is None or value <= most, f"{name} {value} is beyond any machine: {most} is the most")
+    require(
+        args.num_threads is None or args.num_threads <= num_cpus,
+        f"num_threads {args.num_threads} must be at most {num_cpus}, the cores that may be used: threads "
+        "that share a core wait for each other, and every step takes many times as long",
+    )
+    require(
+        0.0 <= args.shutdown_timeout <= MOST_SECONDS,
+        f"shutdown_timeout {args.shutdown_timeout} must be from 0 to {MOST_SECONDS} seconds, a year",
+    )
+    require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
+    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
+    dp = args.data_parallel_size
+    require(
+        tp * pp * dp <= MOST_PROCESSES or max(tp, pp, dp) > 64,
+        f"tensor_parallel_size {tp} x pipeline_parallel_size {pp} x data_parallel_size {dp} are "
+        f"{tp * pp * dp} processes; {MOST_PROCESSES} are the most",
+    )
+    require(
+        not args.enable_expert_parallel or tp * dp > 1,
+        "enable_expert_parallel spreads experts over ranks, and there is one: set tensor_parallel_size or "
+        "data_parallel_size",
+    )
+    require(
+        not args.enable_expert_parallel or dp == 1 or tp * pp == 1,
+        f"enable_expert_parallel spreads experts over ranks of one kind: set tensor_parallel_size {tp} and "
+        f"pipeline_parallel_size {pp}, or data_parallel_size {dp}, to 1",
+    )
+    _judge_executor(args, tp * pp, require)
+
+
+def _judge_executor(args: EngineArgs, num_ranks: int, require: Callable[[bool, str], None]) -> None:
+    """Whether what was named can run so many ranks, by one name or the other."""
+    named = args.distributed_executor_backend
+    by_backend = None if named is None else BACKENDS[named]
+    require(
+        args.executor is None or by_backend in (None, args.executor),
+        f"executor {args.executor} and distributed_executor_backend {named} differ; give one",
+    )
+    require(
+        num_ranks == 1 or "uniproc" not in (args.executor, by_backend),
+        f"{'executor uniproc' if args.executor == 'uniproc' else 'distributed_executor_backend uni'} is one "
+        f"process, and {args.tensor_parallel_size} x {args.pipeline_parallel_size} ranks need one each: "
+        "leave it out",
+    )
+
+
+def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) -> EngineConfig:
+    """Decide everything that can be decided before measuring. `num_cpus`: cores that the kernels may use;
+    None: those of this process.
+
+    Raises `ConfigError` with a line for each thing that is wrong.
+    """
+    wrong: list[str] = []
+    reasons: dict[str, str] = {}
+    num_cpus = usable_cores() if num_cpus is None else num_cpus
+    args = _judge_types(args, wrong)
+    _judge_alone(args, num_cpus, wrong)
+
+    def require(right: bool, message: str) -> None:
+        if not right:
+            wrong.append(message)
 
     _judge_use(args, model, require)
     max_positions = model.max_position_embeddings
@@ -448,11 +544,6 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
     require(
         2 <= max_model_len <= max_positions,  # the least: a token that is asked, and one that answers
         f"max_model_len {max_model_len} must be from 2 to {max_positions}, the positions the model knows",
-    )
-    block_size = args.block_size
-    require(
-        1 <= block_size <= 1024 and block_size & (block_size - 1) == 0,
-        f"block_size {block_size} must be a power of two up to 1024",
     )
     given_tokens, given_seqs = args.max_num_batched_tokens, args.max_num_seqs
     tokens = given_tokens if given_tokens is not None else 2048
@@ -476,60 +567,13 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         f"without chunked prefill max_num_batched_tokens {tokens} must hold a whole prompt of max_model_len "
         f"{max_model_len}: raise the first, lower the second, or allow chunks",
     )
-    require(args.long_prefill_token_threshold >= 0, "long_prefill_token_threshold must be 0 (off) or more")
-    require(
-        0.0 <= args.watermark < 1.0 and math.isfinite(args.watermark),
-        f"watermark {args.watermark} must be in [0, 1)",
-    )
-    require(0.0 < args.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be above 0 and at most 1")
-    for name in ("kv_cache_memory_bytes", "num_threads", "max_num_queued_reqs", "max_num_queued_tokens"):
-        value = getattr(args, name)
-        require(value is None or value >= 1, f"{name} {value} must be at least 1")
-    require(
-        args.num_gpu_blocks_override is None or args.num_gpu_blocks_override >= 2,
-        f"num_gpu_blocks_override {args.num_gpu_blocks_override} must be at least 2: block 0 is never used",
-    )
-    for name, most in MOST.items():
-        value = getattr(args, name)
-        require(value is None or value <= most, f"{name} {value} is beyond any machine: {most} is the most")
-    num_cpus = usable_cores() if num_cpus is None else num_cpus
-    require(
-        args.num_threads is None or args.num_threads <= num_cpus,
-        f"num_threads {args.num_threads} must be at most {num_cpus}, the cores that may be used: threads "
-        "that share a core wait for each other, and every step takes many times as long",
-    )
-    require(
-        args.shutdown_timeout >= 0.0 and math.isfinite(args.shutdown_timeout),
-        f"shutdown_timeout {args.shutdown_timeout} must be 0 seconds or more",
-    )
-    require(args.max_logprobs >= -1, f"max_logprobs {args.max_logprobs} must be -1 (no limit) or more")
-    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
-    dp = args.data_parallel_size
-    require(
-        not args.enable_expert_parallel or tp * dp > 1,
-        "enable_expert_parallel spreads experts over ranks, and there is one: set tensor_parallel_size or "
-        "data_parallel_size",
-    )
-    require(
-        not args.enable_expert_parallel or dp == 1 or tp * pp == 1,
-        f"enable_expert_parallel spreads experts over ranks of one kind: set tensor_parallel_size {tp} and "
-        f"pipeline_parallel_size {pp}, or data_parallel_size {dp}, to 1",
-    )
-    executor = args.executor
-    if executor == "uniproc" and (tp * pp > 1 or args.distributed_executor_backend == "mp"):
-        executor = "multiproc"
-    require(
-        tp * pp == 1 or args.distributed_executor_backend != "uni",
-        f"distributed_executor_backend uni is one process, and {tp} x {pp} ranks need one each: leave it out",
-    )
     if wrong:
         raise ConfigError("\n".join(wrong))
+    pp = args.pipeline_parallel_size
     return EngineConfig(
         model=model.path,
         vocab_size=model.vocab_size * model.pooling.token_kinds,
-        executor=executor,
+        executor=_executor(args),
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
@@ -541,7 +585,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
             enable_prefix_caching=args.enable_prefix_caching is not False,
             num_stages=pp,
         ),
-        block_size=block_size,
+        block_size=args.block_size,
         depth=pp + args.async_scheduling,
         seed=args.seed,
         load_format=args.load_format,
@@ -556,12 +600,19 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         log_iteration_details=args.log_iteration_details,
         reasons=reasons,
-        tensor_parallel_size=tp,
+        tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=pp,
         enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives,
         num_local_engines=args.data_parallel_size,
     )
+
+
+def _executor(args: EngineArgs) -> str:
+    if args.executor is not None:
+        return args.executor
+    several = args.tensor_parallel_size * args.pipeline_parallel_size > 1
+    return BACKENDS[args.distributed_executor_backend or ("mp" if several else "uni")]
 
 
 def _threads_of_each(args: EngineArgs, num_cpus: int) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal
@@ -319,7 +320,10 @@ class PoolingParams(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def _refusal(name: str, expected: str, got: object, param: str | None = None) -> RequestError:
-    shown = repr(got)
+    try:
+        shown = repr(got)
+    except ValueError:  # Python writes no more digits
+        shown = f"a number of more than {sys.get_int_max_str_digits()} digits"
     return RequestError(
         f"{name} must be {expected}, got {shown if len(shown) <= 60 else shown[:57] + '...'}", param or name
     )
@@ -377,7 +381,8 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def _integer(name: str, value: object, low: int, high: int, expected: str | None = None) -> None:
-    if expected is None:
-        expected = f"an integer of at least {low}" + (f" and at most {high}" if high != MAX_INT else "")
+    expected = expected or f"an integer of at least {low}"
+    if high != MAX_INT or (isinstance(value, int) and value > high):
+        expected += f" and at most {high}"
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refusal(name, expected, value)

@@ -19,7 +19,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mainspring.base.config import EngineArgs, EngineConfig
+from mainspring.base.config import EngineArgs, EngineConfig, judge
 from mainspring.base.errors import ConfigError
 from mainspring.base.log import set_up_logging
 from mainspring.cli.dialect import Parser
@@ -80,6 +80,7 @@ def _serve(args: EngineArgs, settings: ServerSettings) -> int:
     from mainspring.server.service import Service
 
     started_s = time.monotonic()
+    judge(args)
     template = None if args.chat_template is None else template_text(args.chat_template)
     listener = server.open_socket(settings)
     url = server.url_of(settings, listener)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, resolve
+from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, judge, resolve
 from mainspring.base.errors import ConfigError, EngineDeadError, innermost
 from mainspring.base.messages import CheckHealth, FinishReason, GetStats, ResetPrefixCache, SchedulerStats
 from mainspring.base.outputs import RequestOutput
@@ -67,6 +67,7 @@ def prepare(args: EngineArgs) -> Prepared:
     from mainspring.checkpoint.hf_config import is_config, read_config
     from mainspring.checkpoint.opening import open_checkpoint
 
+    judge(args)
     if args.load_format == "dummy" and is_config(args.model):
         if not args.skip_tokenizer_init:
             raise ConfigError("a config has no tokenizer: set skip_tokenizer_init and give token ids")

@@ -44,12 +44,12 @@ logger = get_logger(__name__)
 
 Activations = Literal["int8", "int16"]
 # "auto": 16 bits, of the kind that `_fitting_kv` says.
-KVType = Literal["auto", "float32", "float16", "int8"]
+KVType = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 
 KV_FORMS = {"float32": 0, "float16": 1, "int8": 2, "bfloat16": 3}
-KV_BYTES: dict[KVType, int] = {"auto": 2, "float32": 4, "float16": 2, "int8": 1}
+KV_BYTES: dict[KVType, int] = {"auto": 2, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 # Per token, KV head, and K or V.
-KV_SCALE_BYTES: dict[KVType, int] = {"auto": 0, "float32": 0, "float16": 0, "int8": 4}
+KV_SCALE_BYTES: dict[KVType, int] = {"auto": 0, "float32": 0, "float16": 0, "bfloat16": 0, "int8": 4}
 QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
@@ -124,6 +124,11 @@ class NativeOps:
         self._native = native
         self.collectives = collectives
         self.variant = choose_variant(variant)
+        if kv_type == "bfloat16" and not native.has_bf16(self.variant):
+            raise ConfigError(
+                f"kv_cache_dtype bfloat16: {self.variant} has no products of it on this processor; float16 "
+                "is as small"
+            )
         self.num_threads = native.num_usable_cpus() if num_threads is None else num_threads
         self.activations: Activations = activations
         self.kv_type: KVType = kv_type
