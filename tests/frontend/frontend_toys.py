@@ -13,7 +13,11 @@ from mainspring.base.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    IsPaused,
+    IsSleeping,
+    Sleep,
     TokenLogprobs,
+    WakeUp,
 )
 from mainspring.frontend.input_processor import InputProcessor
 from mainspring.frontend.llm_engine import LLMEngine
@@ -98,7 +102,7 @@ class ScriptedClient:
         self.live: dict[str, tuple[EngineCoreRequest, list[int]]] = {}
         self.seen: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
-        self.prefix_cache_resets = 0
+        self.is_asleep = False
         self.is_shut_down = False
         self.fail_with: BaseException | None = None
 
@@ -116,8 +120,13 @@ class ScriptedClient:
             raise self.fail_with
         return EngineCoreOutputs([self._advance(*pair) for pair in list(self.live.values())])
 
-    def call(self, command: Command) -> object:
-        self.prefix_cache_resets += 1
+    def call(self, command: Command, timeout_s: float | None = None) -> object:
+        match command:
+            case Sleep() | WakeUp():
+                self.is_asleep = isinstance(command, Sleep)
+                return True
+            case IsPaused() | IsSleeping():
+                return self.is_asleep
         return not self.live
 
     def has_work(self) -> bool:

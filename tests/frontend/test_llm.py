@@ -342,6 +342,34 @@ def test_what_comes_later():
         llm.generate("x", lora_request=object())
 
 
+def test_a_sleeping_engine_refuses_calls_and_asks_to_be_woken():
+    llm, client = make()
+    llm.sleep()
+    with pytest.raises(EngineError, match=r"the engine sleeps and would not answer; call wake_up\(\) first"):
+        llm.generate("hello", use_tqdm=False)
+    assert_idle(llm, client)
+    llm.wake_up()
+    assert not llm.is_sleeping()
+    assert len(llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
+def test_a_core_that_is_found_dead_by_a_question_is_dead_for_all():
+    llm, client = make()
+    stream = llm.generate_stream("hello")
+    next(stream)
+
+    def die(command, timeout_s=None):
+        raise EngineDeadError("it is gone")
+
+    client.call = die
+    with pytest.raises(EngineDeadError, match="it is gone"):
+        llm.is_sleeping()
+    with pytest.raises(EngineDeadError, match="it is gone"):
+        list(stream)
+    assert not llm.llm_engine.is_alive
+    assert not llm._calls
+
+
 def test_shutdown():
     llm, client = make()
     with llm:

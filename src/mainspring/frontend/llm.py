@@ -25,7 +25,7 @@ import msgspec
 
 from mainspring.base.config import EngineArgs
 from mainspring.base.errors import ConfigError, EngineError, RequestError
-from mainspring.base.messages import SchedulerStats
+from mainspring.base.messages import IsPaused, Profile, SchedulerStats
 from mainspring.base.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -374,10 +374,38 @@ class LLM:
         """What is used where none are given: the advice of the model's makers; a new object each time."""
         return self.llm_engine.get_default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and no change, while requests run."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and no change, while requests run, unless those are to be
+        computed again."""
         with self._turn:
-            return self.llm_engine.reset_prefix_cache()
+            return self.llm_engine.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: the KV cache (level 1), and the weights (2), which `wake_up` reads again; level 0
+        only pauses. Requests of other threads end with finish reason abort."""
+        with self._turn:
+            self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take back what `tags` name ("weights", "kv_cache"; None: all); once nothing is missing, requests
+        are served again."""
+        with self._turn:
+            self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether something is not awake yet."""
+        with self._turn:
+            return self.llm_engine.is_sleeping()
+
+    def start_profile(self) -> None:
+        """Python's profiler, in the thread that steps the engine core."""
+        with self._turn:
+            self.llm_engine.call(Profile(True))
+
+    def stop_profile(self) -> str:
+        """Returns the path of the profile, a file in the core's working folder."""
+        with self._turn:
+            return str(self.llm_engine.call(Profile(False)))
 
     def get_stats(self) -> SchedulerStats:
         """Gauges of now and counters since the start."""
@@ -445,7 +473,13 @@ class LLM:
         return request_id
 
     def _outputs(self, call: _Call) -> Iterator[RequestOutput]:
-        """What comes for `call`, until all of its requests are finished."""
+        """What comes for `call`, until all of its requests are finished.
+
+        Raises `EngineError` while the engine is paused: nobody may be there to wake it."""
+        with self._turn:
+            if call.unfinished and self.llm_engine.call(IsPaused()):
+                state = "sleeps" if self.llm_engine.is_sleeping() else "is paused"
+                raise EngineError(f"the engine {state} and would not answer; call wake_up() first")
         while call.unfinished or call.inbox:
             while not call.inbox:
                 with self._turn:

@@ -25,7 +25,18 @@ from msgspec.structs import replace
 
 from mainspring.base.config import EngineArgs, EngineConfig, ModelFacts, Vocabulary, judge, resolve
 from mainspring.base.errors import ConfigError, EngineDeadError, innermost
-from mainspring.base.messages import CheckHealth, FinishReason, GetStats, ResetPrefixCache, SchedulerStats
+from mainspring.base.messages import (
+    CheckHealth,
+    Command,
+    CommandResult,
+    FinishReason,
+    GetStats,
+    IsSleeping,
+    ResetPrefixCache,
+    SchedulerStats,
+    Sleep,
+    WakeUp,
+)
 from mainspring.base.outputs import RequestOutput
 from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.base.protocols import Clock
@@ -224,13 +235,12 @@ class LLMEngine:
         self._raise_if_dead()
         try:
             outputs = self.client.get_output()
+        except EngineDeadError as error:
+            self._die(str(error))
+            raise
         except Exception as error:
-            self._output_processor.forget_all()
-            if isinstance(error, EngineDeadError):
-                self._cause_of_death = str(error)
-                raise
-            self._cause_of_death = f"the engine core has failed: {innermost(error)}"
-            raise EngineDeadError(self._cause_of_death) from error
+            self._die(cause := f"the engine core has failed: {innermost(error)}")
+            raise EngineDeadError(cause) from error
         processed = self._output_processor.process_outputs(outputs.outputs, outputs.timestamp_s)
         if self.stats is not None:
             self.stats.message_read(outputs.scheduler_stats)
@@ -253,13 +263,22 @@ class LLMEngine:
         """Sequences: a request with `n` answers counts `n` times."""
         return self._output_processor.num_unfinished
 
+    def call(self, command: Command, timeout_s: float | None = None) -> CommandResult:
+        """What the core answers. Raises what the command raised there, and `TimeoutError`: see
+        `EngineCoreClient.call`."""
+        self._raise_if_dead()
+        try:
+            return self.client.call(command, timeout_s)
+        except EngineDeadError as error:
+            self._die(str(error))
+            raise
+
     def check_health(self, timeout_s: float | None = None) -> None:
         """A round trip through the core and every worker. Raises `EngineDeadError` if there is none to make,
         or if it takes longer than `timeout_s` seconds; a core that was only slow or stopped may still go on.
         """
-        self._raise_if_dead()
         try:
-            is_healthy = self.client.call(CheckHealth(), timeout_s)
+            is_healthy = self.call(CheckHealth(), timeout_s)
         except TimeoutError as error:
             raise EngineDeadError(str(error)) from None
         if not is_healthy:
@@ -267,12 +286,21 @@ class LLMEngine:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `ResetPrefixCache`; False, and no change, while requests run."""
-        self._raise_if_dead()
-        return bool(self.client.call(ResetPrefixCache(reset_running_requests)))
+        return bool(self.call(ResetPrefixCache(reset_running_requests)))
+
+    def sleep(self, level: int = 1) -> None:
+        """See `Sleep`. Live requests end with finish reason abort."""
+        self.call(Sleep(level))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """See `WakeUp`."""
+        self.call(WakeUp(tags))
+
+    def is_sleeping(self) -> bool:
+        return bool(self.call(IsSleeping()))
 
     def get_stats(self) -> SchedulerStats:
-        self._raise_if_dead()
-        stats: SchedulerStats = self.client.call(GetStats())
+        stats: SchedulerStats = self.call(GetStats())
         if self.stats is not None:
             self.stats.scheduler = stats
         return stats
@@ -308,6 +336,10 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _die(self, cause: str) -> None:
+        self._output_processor.forget_all()
+        self._cause_of_death = cause
 
     def _raise_if_dead(self) -> None:
         if self._cause_of_death is not None:
