@@ -34,7 +34,7 @@ demo: .venv/.installed
 
 test: .venv-dev/.installed
 	@$(DEV)/mainspring pull $(MODEL)
-	$(DEV)/python -m pytest $(ARGS)
+	$(DEV)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: .venv-dev/.installed
 	@$(DEV)/mainspring pull $(MODEL)
