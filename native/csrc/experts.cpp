@@ -121,6 +121,7 @@ void copy_encoded(const Encoded& from, int from_row, const Encoded& to, int to_r
     auto* copy = reinterpret_cast<RecordTail*>(target + codes_bytes(from.wide));
     copy->scales[b] = tail->scales[a];
     copy->sums[b] = tail->sums[a];
+    std::memcpy(copy->powers[b], tail->powers[a], sizeof tail->powers[a]);
     std::memcpy(copy->half_sums[b], tail->half_sums[a], sizeof tail->half_sums[a]);
   }
 }

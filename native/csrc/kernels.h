@@ -26,7 +26,8 @@ constexpr int kGroup = 16;  // half a block: weights that share a scale where sc
 //   Q8              [columns / 4][kLanes][4] bytes: four inputs' codes of an output make one 32-bit word.
 //   Q4              [columns / 32][4][kLanes][4] bytes: byte (j, lane, i) of a block of 32 holds in its low
 //                   nibble the code of input 4 * j + i and in its high nibble that of input 16 + 4 * j + i.
-// A code is unsigned. Its value is scale * (code - offset), or scale * code + min where there are mins.
+// A code is unsigned. Its value is scale * (code - offset), or scale * code + min where there are mins. No scale
+// is 0: where it was, codes stand for nothing.
 enum class Form : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
 
 struct Matrix {
@@ -46,10 +47,13 @@ struct Matrix {
 //   int8_t high[2][kBlock], int8_t low[2][kBlock] where there are 16 bits, RecordTail.
 // A value is scale * (high * 256 + low) with 16 bits, else scale * high.
 constexpr int kPair = 2;
+// A scale is a sum or a difference of two powers of two, so that to multiply with it can be left to units that have
+// nothing to do while others multiply (times_powers).
 struct RecordTail {
-  float scales[kPair];
-  float sums[kPair];  // scale * sum of the block's integers: what an output's min is multiplied with
+  float scales[kPair];  // 0 where all inputs count as zeros, NaN where one is not finite
+  float sums[kPair];    // scale * sum of the block's integers: what an output's min is multiplied with
   int32_t half_sums[kPair][kBlock / kGroup];  // of the integers of every kGroup inputs
+  uint32_t powers[kPair][2];  // the scale's: what to add to the bits of a float, to multiply it by either
 };
 constexpr int codes_bytes(bool wide) { return kPair * kBlock * (wide ? 2 : 1); }
 constexpr int record_bytes(bool wide) { return codes_bytes(wide) + static_cast<int>(sizeof(RecordTail)); }

@@ -248,10 +248,21 @@ int block_code_bytes(Form form) { return form == Form::Q4 ? kBlock / 2 : kBlock;
 int64_t num_panels(const Matrix& m) { return (int64_t{m.rows} + kLanes - 1) / kLanes; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// Codes whose scale is 0 come to stand for nothing, so that the scale may be another (kernels.h).
+void replace_zero_scales(const Matrix& m, Block& block) {
+  for (int g = 0; g < kBlock / m.group; ++g) {
+    if (block.scales[g] & 0x7fff) continue;
+    block.scales[g] = 1;  // 2^-24
+    const int num_bytes = block_code_bytes(m.form) * m.group / kBlock;
+    std::memset(block.codes + g * num_bytes, m.form == Form::Q4 ? m.offset * 0x11 : m.offset, num_bytes);
+  }
+}
+
 // The planes of a matrix, to be written.
 struct Planes {
   // Give a lane its block: 32-bit words of it lie kLanes words apart.
-  void put(int64_t row, int64_t block, const Block& from) const {
+  void put(int64_t row, int64_t block, Block from) const {
+    replace_zero_scales(m, from);
     const int64_t panel = row / kLanes, lane = row % kLanes;
     const int num_bytes = block_code_bytes(m.form);
     uint8_t* to = codes + panel * m.codes_stride + block * num_bytes * kLanes + 4 * lane;
@@ -262,7 +273,7 @@ struct Planes {
     if (m.mins) mins[at] = from.min;
   }
 
-  // Lanes beyond the last row hold zeros.
+  // Lanes beyond the last row stand for zeros.
   void pad() const {
     const Block zero{};
     for (int64_t row = m.rows; row % kLanes; ++row)

@@ -149,7 +149,7 @@ inline Bytes high_nibbles(Bytes b) {
 // all lanes, added to `sum`. Exact: the 16 bits in which two products at a time are summed hold eight pairs
 // of them.
 template <int kWords>
-inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
+inline I32 dot_row_of_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
   static_assert(kWords <= 8);
   __m256i lo = _mm256_setzero_si256(), hi = lo;
 #pragma GCC unroll 8
@@ -166,15 +166,27 @@ inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
 }
 // The same for any bytes, as 16 times their high nibbles and their low ones.
 template <int kWords>
-inline I32 dot_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
+inline I32 dot_row_of_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
   Bytes low[kWords], high[kWords];
 #pragma GCC unroll 8
   for (int j = 0; j < kWords; ++j) {
     low[j] = low_nibbles(codes[j]);
     high[j] = high_nibbles(codes[j]);
   }
-  const I32 sixteenths = dot_nibbles<kWords>(splat(0), high, activations);
-  return dot_nibbles<kWords>(sum + shift_left<4>(sixteenths), low, activations);
+  const I32 sixteenths = dot_row_of_nibbles<kWords>(splat(0), high, activations);
+  return dot_row_of_nibbles<kWords>(sum + shift_left<4>(sixteenths), low, activations);
+}
+
+// Of kRows rows, whose activations begin `pitch` bytes apart.
+template <int kWords, int kRows>
+inline void dot_nibbles(I32 (&sums)[kRows], const Bytes* codes, const int8_t* activations, int pitch) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) sums[r] = dot_row_of_nibbles<kWords>(sums[r], codes, activations + r * pitch);
+}
+template <int kWords, int kRows>
+inline void dot_bytes(I32 (&sums)[kRows], const Bytes* codes, const int8_t* activations, int pitch) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) sums[r] = dot_row_of_bytes<kWords>(sums[r], codes, activations + r * pitch);
 }
 
 // Across lanes, always in the order of this tree: halves, quarters, eighths, neighbours.
@@ -190,14 +202,26 @@ inline float largest(F32 a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
+// Of all lanes of both; a NaN if there is one, for then its bits are above all others'.
+inline float largest_magnitude(F32 a, F32 b) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  const auto bits_of = [&](__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), magnitude); };
+  const __m256i h = _mm256_max_epu32(_mm256_max_epu32(bits_of(a.lo), bits_of(a.hi)),
+                                     _mm256_max_epu32(bits_of(b.lo), bits_of(b.hi)));
+  __m128i q = _mm_max_epu32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_max_epu32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(q, _mm_shuffle_epi32(q, 0xb1))));
+}
 inline int32_t sum(I32 a) {
   __m256i h = _mm256_add_epi32(a.lo, a.hi);
   __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
   q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
-// sums = those of 16 integers each, of which only the low bytes count; gives both together, as a float.
-inline float sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
+// The low bytes of 32 integers, and sums = those of 16 bytes each; gives both together, as a float.
+inline float store_summed_bytes(int8_t* p, I32 a, I32 b, int32_t (&sums)[2]) {
+  store_low_bytes(p, a);
+  store_low_bytes(p + 16, b);
   sums[0] = sum(a);
   sums[1] = sum(b);
   return static_cast<float>(sums[0] + sums[1]);
@@ -226,6 +250,10 @@ inline F32 round(F32 a) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
 }
+
+// x times a scale of kernels.h, which is also given as its powers.
+constexpr bool kScalesLoseNan = false;
+inline F32 times_scale(F32 x, float scale, const uint32_t (&)[2]) { return x * splat(scale); }
 
 using Mask = uint32_t;  // bit i: lane i
 inline Mask first_lanes(int count) { return count >= 16 ? 0xffffu : (1u << count) - 1; }

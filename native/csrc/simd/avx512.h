@@ -84,27 +84,34 @@ inline I32 shift_right_unsigned(I32 a) {
 inline I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the low 32 bits
 inline I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 
+// sum + the products of each lane's four unsigned bytes with the four signed ones at p, exactly. These are repeated
+// for all lanes by the instruction itself: compilers make that a load of its own, and so fill the queues.
+inline void add_products(__m512i& sum, Bytes codes, const int8_t* p) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes.v), "m"(*reinterpret_cast<const int8_t(*)[4]>(p)));
+}
+
 // Each lane's products of 4 * kWords unsigned bytes with as many signed ones, which are the same for all
-// lanes, added to `sum`: exact. Two chains, for one would wait for itself.
-template <int kWords>
-inline I32 dot_bytes(I32 sum, const Bytes* codes, const int8_t* activations) {
-  auto word = [&](int j) {
-    int32_t value;
-    __builtin_memcpy(&value, activations + 4 * j, 4);
-    return _mm512_set1_epi32(value);
-  };
-  __m512i other = _mm512_setzero_si512();
+// lanes, added to sums[r] for kRows rows, whose signed bytes begin `pitch` bytes apart. Each row has two chains, for
+// one would wait for itself, and those of all rows take turns, so that few instructions have to be looked ahead.
+template <int kWords, int kRows>
+inline void dot_bytes(I32 (&sums)[kRows], const Bytes* codes, const int8_t* activations, int pitch) {
+  __m512i others[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) others[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int j = 0; j < kWords; j += 2) {
-    sum.v = _mm512_dpbusd_epi32(sum.v, codes[j].v, word(j));
-    other = _mm512_dpbusd_epi32(other, codes[j + 1].v, word(j + 1));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) add_products(sums[r].v, codes[j], activations + r * pitch + 4 * j);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) add_products(others[r], codes[j + 1], activations + r * pitch + 4 * j + 4);
   }
-  return {_mm512_add_epi32(sum.v, other)};
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) sums[r].v = _mm512_add_epi32(sums[r].v, others[r]);
 }
 // The same where no code is above 15.
-template <int kWords>
-inline I32 dot_nibbles(I32 sum, const Bytes* codes, const int8_t* activations) {
-  return dot_bytes<kWords>(sum, codes, activations);
+template <int kWords, int kRows>
+inline void dot_nibbles(I32 (&sums)[kRows], const Bytes* codes, const int8_t* activations, int pitch) {
+  dot_bytes<kWords>(sums, codes, activations, pitch);
 }
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_nibbles(Bytes b) { return {_mm512_and_si512(b.v, _mm512_set1_epi8(15))}; }
@@ -143,12 +150,23 @@ inline float sum(F32 a) {
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
+// Of all lanes of both; a NaN if there is one, for then its bits are above all others'.
+inline float largest_magnitude(F32 a, F32 b) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i both = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(a.v), magnitude),
+                                        _mm512_and_si512(_mm512_castps_si512(b.v), magnitude));
+  const uint32_t bits = _mm512_reduce_max_epu32(both);
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
 inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
-// sums = those of 16 integers each, of which only the low bytes count; gives both together, as a float.
-inline float sum_bytes(I32 a, I32 b, int32_t (&sums)[2]) {
-  // Sums of eight bytes' distances to 0, of bytes from 0 to 255.
+// The low bytes of 32 integers, and sums = those of 16 bytes each; gives both together, as a float.
+inline float store_summed_bytes(int8_t* p, I32 a, I32 b, int32_t (&sums)[2]) {
   const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(a.v)),
                                                 _mm512_cvtepi32_epi8(b.v), 1);
+  _mm256_storeu_si256((__m256i*)p, bytes);
+  // Sums of eight bytes' distances to 0, of bytes from 0 to 255.
   const __m256i eights =
       _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m256i both = _mm256_sub_epi32(_mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e)),
@@ -168,6 +186,16 @@ inline F32 power_of_two(F32 k) {
 // place.
 inline F32 scale(F32 x, F32 k) { return {_mm512_scalef_ps(x.v, k.v)}; }
 inline F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// x times a scale of kernels.h, which is also given as its powers: by additions, which do not wait for the units that
+// multiply. Exact where neither x nor a product with a power is 0, denormal, or not finite; a NaN is not passed on.
+constexpr bool kScalesLoseNan = true;
+inline F32 times_scale(F32 x, float, const uint32_t (&powers)[2]) {
+  const auto times = [&](uint32_t power) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(static_cast<int32_t>(power))));
+  };
+  return {_mm512_add_ps(times(powers[0]), times(powers[1]))};
+}
 
 using Mask = uint32_t;  // bit i: lane i
 inline Mask first_lanes(int count) { return count >= 16 ? 0xffffu : (1u << count) - 1; }

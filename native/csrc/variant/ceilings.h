@@ -14,9 +14,7 @@ inline int64_t exercise_bytes(const uint8_t* memory, int64_t num_bytes, int32_t*
       Bytes block[kBlock / 4];
 #pragma GCC unroll 8
       for (int j = 0; j < kBlock / 4; ++j) block[j] = low_nibbles(load_bytes(memory + at + (b * 8 + j) * 64));
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r)
-        sums[r] = dot_nibbles<kBlock / 4>(sums[r], block, rows + r * kRowBytes + b * kBlock);
+      dot_nibbles<kBlock / 4>(sums, block, rows + b * kBlock, kRowBytes);
       num_operations += 2 * kTileRows * kBlock * kLanes;
     }
   for (const I32& s : sums) *result += sum(to_float(s)) > 0;

@@ -103,8 +103,7 @@ struct QuantizedKernel {
 
   template <int kRows>
   __attribute__((noinline)) void run(int row, int panel) const {
-    const int num_blocks = matrix.columns / kBlock, offset = -matrix.offset;
-    const int x_row = call.first_row + row;
+    const int num_blocks = matrix.columns / kBlock, x_row = call.first_row + row;
     const int64_t index = call.first_panel + panel, scales_at = index * num_blocks * kGroups * kLanes;
     const uint8_t* codes = matrix.codes + index * matrix.codes_stride;
     const uint16_t *scales = matrix.scales + scales_at, *mins = kMins ? matrix.mins + scales_at : nullptr;
@@ -113,58 +112,103 @@ struct QuantizedKernel {
         x.records + (x_row / kPair + i) * int64_t{num_blocks} * kRecordBytes;
 
     call.foresee<kRows>(row, panel);
-    F32 sums[kRows];
-    UNROLL for (int r = 0; r < kRows; ++r) sums[r] = splat(0.0f);
+    Sums<kRows> sums;
     for (int b = 0; b < num_blocks; ++b) {
       Bytes block[kWords];
       load_codes<kFourBits>(codes, block);
       UNROLL for (int i = 0; i < kCodesBytes; i += 64) __builtin_prefetch(codes + kAhead + i);
       UNROLL for (int g = 0; g < kGroups; ++g) {
-        const F32 scale = load_half(scales + g * kLanes);
+        Group group{block, g, load_half(scales + g * kLanes), {}};
         __builtin_prefetch(scales + (g + kScalesAhead) * kLanes);
-        F32 min;
         if constexpr (kMins) {
-          min = load_half(mins + g * kLanes);
+          group.min = load_half(mins + g * kLanes);
           __builtin_prefetch(mins + (g + kScalesAhead) * kLanes);
         }
-        UNROLL for (int r = 0; r < kRows; ++r) {
-          // A tile of more rows than one begins with a pair.
-          const int side = kRows == 1 ? x_row % kPair : r % kPair;
-          const uint8_t* record = records[r / kPair];
-          const auto* tail = reinterpret_cast<const RecordTail*>(record + codes_bytes(kWide));
-          const auto* high = reinterpret_cast<const int8_t*>(record) + side * kBlock + g * (kBlock / kGroups);
-          I32 total = splat(kMins ? 0 : offset * sum_of_group(tail->half_sums[side], g));
-          if constexpr (kWide) {
-            total = dot(total, block, g, high + kPair * kBlock);
-            total = total + shift_left<8>(dot(splat(0), block, g, high));
-          } else {
-            total = dot(total, block, g, high);
-          }
-          sums[r] = fma(to_float(total), scale * splat(tail->scales[side]), sums[r]);
-          if constexpr (kMins) sums[r] = fma(min, splat(tail->sums[side]), sums[r]);
-        }
+        UNROLL for (int i = 0; i < kRows / kPair; ++i) add<kPair>(sums, i * kPair, group, records[i], 0);
+        // A tile of more rows than one begins with a pair.
+        if constexpr (kRows % kPair)
+          add<1>(sums, kRows - 1, group, records[kRows / kPair], kRows == 1 ? x_row % kPair : 0);
       }
       codes += kCodesBytes;
       scales += kGroups * kLanes;
       if constexpr (kMins) mins += kGroups * kLanes;
       UNROLL for (int i = 0; i < (kRows + 1) / kPair; ++i) records[i] += kRecordBytes;
     }
-    call.keep(sums, row, panel);
+    sums.spoil();
+    call.keep(sums.at, row, panel);
   }
 
  private:
   static constexpr int kRecordBytes = record_bytes(kWide);
   static constexpr int kScalesAhead = kAhead / kCodesBytes * kGroups;
+  // A NaN among the scales of activations reaches sums by way of the mins, or of the scales, or has to be brought.
+  static constexpr bool kBringsNan = kScalesLoseNan && !kMins;
+
+  // Weights of a panel that share a scale.
+  struct Group {
+    const Bytes* block;
+    int number;  // in the block
+    F32 scale, min;
+  };
+
+  template <int kRows>
+  struct Sums {
+    Sums() {
+      UNROLL for (int r = 0; r < kRows; ++r) at[r] = splat(0.0f);
+    }
+    void spoil() {
+      if constexpr (kBringsNan)
+        UNROLL for (int r = 0; r < kRows; ++r) at[r] = fma(splat(scales[r]), splat(0.0f), at[r]);
+    }
+    F32 at[kRows];
+    float scales[kBringsNan ? kRows : 1] = {};  // the sum of all
+  };
+
+  // To the sums from `r` on: a group times kSides rows of a record, from `side` on.
+  template <int kSides, int kRows>
+  inline __attribute__((always_inline)) void add(Sums<kRows>& sums, int r, const Group& group, const uint8_t* record,
+                                                 int side) const {
+    const auto* tail = reinterpret_cast<const RecordTail*>(record + codes_bytes(kWide));
+    I32 totals[kSides];
+    UNROLL for (int i = 0; i < kSides; ++i) totals[i] =
+        splat(kMins ? 0 : -matrix.offset * sum_of_group(tail->half_sums[side + i], group.number));
+    multiply(totals, group, reinterpret_cast<const int8_t*>(record) + side * kBlock);
+    UNROLL for (int i = 0; i < kSides; ++i) {
+      F32& sum = sums.at[r + i];
+      sum = fma(to_float(totals[i]), times_scale(group.scale, tail->scales[side + i], tail->powers[side + i]), sum);
+      if constexpr (kMins) sum = fma(group.min, splat(tail->sums[side + i]), sum);
+      if constexpr (kBringsNan) sums.scales[r + i] += tail->scales[side + i];
+    }
+  }
+
+  // To the totals: the products with rows whose high parts begin at `high`.
+  template <int kSides>
+  static void multiply(I32 (&totals)[kSides], const Group& group, const int8_t* high) {
+    const int8_t* x = high + group.number * (kBlock / kGroups);
+    if constexpr (kWide) {
+      I32 sums[kSides];
+      UNROLL for (int i = 0; i < kSides; ++i) sums[i] = splat(0);
+      dot(sums, group, x);
+      dot(totals, group, x + kPair * kBlock);
+      UNROLL for (int i = 0; i < kSides; ++i) totals[i] = totals[i] + shift_left<8>(sums[i]);
+    } else {
+      dot(totals, group, x);
+    }
+  }
+
+  template <int kSides>
+  static void dot(I32 (&sums)[kSides], const Group& group, const int8_t* x) {
+    constexpr int kGroupWords = kWords / kGroups;
+    const Bytes* codes = group.block + group.number * kGroupWords;
+    if constexpr (kFourBits) {
+      dot_nibbles<kGroupWords>(sums, codes, x, kBlock);
+    } else {
+      dot_bytes<kGroupWords>(sums, codes, x, kBlock);
+    }
+  }
 
   static int32_t sum_of_group(const int32_t (&half_sums)[kBlock / kGroup], int group) {
     return kGroups == 2 ? half_sums[group] : half_sums[0] + half_sums[1];
-  }
-
-  static I32 dot(I32 sum, const Bytes* block, int group, const int8_t* activations) {
-    constexpr int kGroupWords = kWords / kGroups;
-    const Bytes* codes = block + group * kGroupWords;
-    return kFourBits ? dot_nibbles<kGroupWords>(sum, codes, activations)
-                     : dot_bytes<kGroupWords>(sum, codes, activations);
   }
 };
 
@@ -255,10 +299,68 @@ void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, 
 
 // ---- activations as integers -----------------------------------------------------------------------------
 
-// A block is scaled so that its largest magnitude becomes 127, or 127 * 256. Blocks below kTiny, where the
-// inverse of a scale would overflow, count as zeros; one with a NaN or an infinity gets the scale NaN, and so
-// does every output that reads it.
-constexpr float kTiny = 0x1p-110f, kHuge = 0x1.fffffep+127f;
+// A block's scale is the least by which no code is beyond 127, or 127 * 256, of those between two powers of two that
+// differ from one of them by one of a few others: 32, 33, 34, 36, 40, 48, 56, 60, 62 or 63 32nds of a power. What codes
+// are rounded by is 6 % more in the mean than with the largest one always 127.
+//
+// Blocks below kTiny count as zeros; one with a number beyond kHuge, or none, gets the scale NaN, and so does every
+// output that reads it. Between the two all products of a weight's scale and a power are normal numbers.
+constexpr float kTiny = 0x1p-80f, kHuge = 0x1p+116f;
+constexpr int kSteps = 32, kStepBits = 5, kMantissaBits = 23;
+
+struct Scale {
+  float scale, inverse;
+  uint32_t powers[2];
+};
+
+struct ScaleSteps {
+  // From 1 up to 2: the i-th is the least scale not less than 1 + i / 32.
+  Scale of[kSteps];
+
+  constexpr ScaleSteps() : of{} {
+    for (int i = 0; i < kSteps; ++i) of[i] = i > kSteps / 2 ? below_two(i) : above_one(i);
+  }
+
+ private:
+  static constexpr uint32_t exponent(int power) { return static_cast<uint32_t>(power) << kMantissaBits; }
+  static constexpr int round_up_to_power(int i) {
+    int power = 0;
+    while (1 << power < i) ++power;
+    return power;
+  }
+  static constexpr Scale above_one(int i) {  // 1 + 2^k / 32, or 1/2 + 1/2
+    if (i == 0) return {1.0f, 1.0f, {exponent(-1), exponent(-1)}};
+    const int k = round_up_to_power(i);
+    const float scale = 1.0f + static_cast<float>(1 << k) / kSteps;
+    return {scale, 1.0f / scale, {0, exponent(k - kStepBits)}};
+  }
+  static constexpr Scale below_two(int i) {  // 2 - 2^k / 32: the other power's sign is turned
+    int k = kStepBits - 1;
+    while (1 << k > kSteps - i) --k;
+    const float scale = 2.0f - static_cast<float>(1 << k) / kSteps;
+    return {scale, 1.0f / scale, {exponent(1), exponent(k - kStepBits) ^ 1u << 31}};
+  }
+};
+
+// The least scale that is not less than x, or by one rounding less. For positive normal numbers.
+inline Scale scale_of(float x) {
+  static constexpr ScaleSteps kScaleSteps;
+  constexpr int kBelowSteps = kMantissaBits - kStepBits;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  bits += (1 << kBelowSteps) - 1;
+  const Scale& step = kScaleSteps.of[bits >> kBelowSteps & (kSteps - 1)];
+  const uint32_t exponent = (bits >> kMantissaBits << kMantissaBits) - (127 << kMantissaBits);
+  const auto times_power = [](float y, uint32_t power) {
+    uint32_t product;
+    __builtin_memcpy(&product, &y, 4);
+    product += power;
+    __builtin_memcpy(&y, &product, 4);
+    return y;
+  };
+  return {times_power(step.scale, exponent), times_power(step.inverse, -exponent),
+          {step.powers[0] + exponent, step.powers[1] + exponent}};
+}
 
 template <bool kWide>
 inline void encode_block(const float* x, uint8_t* record, int side) {
@@ -266,16 +368,14 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
   auto* high = reinterpret_cast<int8_t*>(record) + side * kBlock;
   auto* tail = reinterpret_cast<RecordTail*>(record + codes_bytes(kWide));
   const F32 x0 = load(x), x1 = load(x + kLanes);
-  const F32 a0 = abs(x0), a1 = abs(x1);
-  const float amax = largest(max(a0, a1));
-  const bool finite = (not_less(splat(kHuge), a0) & not_less(splat(kHuge), a1)) == 0xffff;
-  const bool usable = finite && amax >= kTiny;
-  const float scale = usable ? amax / kLargestCode : finite ? 0.0f : __builtin_nanf("");
+  const float amax = largest_magnitude(x0, x1);
+  const bool finite = amax <= kHuge, usable = finite && amax >= kTiny;
+  Scale scale{finite ? 0.0f : __builtin_nanf(""), 0.0f, {0, 0}};
   I32 c0 = splat(0), c1 = splat(0);
   if (usable) {
-    const F32 inverse = splat(kLargestCode / amax);
-    c0 = round_to_int(x0 * inverse);
-    c1 = round_to_int(x1 * inverse);
+    scale = scale_of(amax * (1.0f / kLargestCode));
+    c0 = round_to_int(x0 * splat(scale.inverse));
+    c1 = round_to_int(x1 * splat(scale.inverse));
   }
   int32_t(&sums)[2] = tail->half_sums[side];
   float total;
@@ -289,12 +389,12 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
     sums[1] = sum(c1);
     total = static_cast<float>(sums[0] + sums[1]);
   } else {
-    store_low_bytes(high, c0);
-    store_low_bytes(high + kLanes, c1);
-    total = sum_bytes(c0, c1, sums);
+    total = store_summed_bytes(high, c0, c1, sums);
   }
-  tail->scales[side] = scale;
-  tail->sums[side] = scale * total;
+  tail->scales[side] = scale.scale;
+  tail->sums[side] = scale.scale * total;
+  tail->powers[side][0] = scale.powers[0];
+  tail->powers[side][1] = scale.powers[1];
 }
 
 template <bool kWide>

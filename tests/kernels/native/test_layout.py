@@ -14,24 +14,24 @@ import pytest
 
 native = pytest.importorskip("mainspring_native")
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 DIGESTS = {
     "F32": "120b4759f66fe872",
     "F16": "596d09f4725bd5fc",
     "BF16": "596d09f4725bd5fc",
-    "Q4_0": "c2c58b6cdd67b221",
-    "Q4_1": "cdcdb4e9a41ca55f",
-    "Q5_0": "48ec3d68a5611091",
-    "Q5_1": "b570b8d72e89569a",
-    "Q8_0": "590751329f91d52f",
-    "IQ4_NL": "547cb59a973af1a2",
-    "IQ4_XS": "7e45312349508dc6",
-    "Q3_K": "7234e5779b9c9644",
-    "Q4_K": "89d8a4decce16386",
-    "Q5_K": "1be9db0c8abe9ffa",
-    "Q6_K": "68a71c7c8516bd5b",
-    "q8": "efb13ee83671edc8",
-    "q4": "a9f1732cc45ae5a8",
+    "Q4_0": "7c9ca80a99fd8105",
+    "Q4_1": "391c433e2bc6e877",
+    "Q5_0": "862db2f28f0c55dc",
+    "Q5_1": "0e817670442e981c",
+    "Q8_0": "16e48580533f72c0",
+    "IQ4_NL": "f283ed993063825a",
+    "IQ4_XS": "bf48d68f8cd77e78",
+    "Q3_K": "7bbb9f5caffbbb87",
+    "Q4_K": "0e7019d410646fc2",
+    "Q5_K": "142fc616ea73c825",
+    "Q6_K": "e73a47fb9dbe99be",
+    "q8": "2bfa1519fef094cf",
+    "q4": "1c33a2e5844651ed",
 }
 ROWS, COLUMNS = 37, 512  # a panel that is not full, two blocks of the longest kind
 

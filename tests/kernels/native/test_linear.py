@@ -103,15 +103,20 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 # ---- encoding ----------------------------------------------------------------------------------------------
 
 
+# Scales from 1 to 2 that an encoding may have, in 32nds: sums and differences of two powers of two.
+STEPS = np.array([32, 33, 34, 36, 40, 48, 56, 60, 62, 63, 64], np.float32) / np.float32(32)
+
+
 def encoded(x: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
     """Twin of the encoding: integers [rows, columns] and scales [rows, columns / 32]."""
     largest_code = np.float32(127 if activations == "int8" else 127 * 256)
     blocks = x.reshape(len(x), x.shape[1] // 32, 32)
     largest = np.abs(blocks).max(-1)
-    tiny = largest < np.float32(2.0**-110)
-    safe = np.where(tiny, np.float32(1), largest)
-    scales = np.where(tiny, np.float32(0), safe / largest_code).astype(np.float32)
-    inverse = np.where(tiny, np.float32(0), largest_code / safe).astype(np.float32)
+    tiny = largest < np.float32(2.0**-80)
+    mantissas, exponents = np.frexp(np.where(tiny, np.float32(1), largest * (np.float32(1) / largest_code)))
+    steps = STEPS[np.searchsorted(STEPS, 2 * mantissas)]
+    scales = np.where(tiny, np.float32(0), np.ldexp(steps, exponents - 1))
+    inverse = np.where(tiny, np.float32(0), np.ldexp(np.float32(1) / steps, 1 - exponents))
     return np.rint(blocks * inverse[..., None]).astype(np.int64).reshape(x.shape), scales
 
 
@@ -126,15 +131,34 @@ def found_codes(x: np.ndarray, variant: str, activations: str) -> tuple[np.ndarr
 @pytest.mark.parametrize("columns", [32, 64, 576])
 def test_encoding_is_its_twin(variant, activations, columns):
     rng = np.random.default_rng(columns)
-    x = (rng.standard_normal((7, columns)) * 10.0 ** rng.integers(-30, 30, (7, 1))).astype(np.float32)
+    x = (rng.standard_normal((7, columns)) * 10.0 ** rng.integers(-20, 30, (7, 1))).astype(np.float32)
     x[3] = 0
-    x[4, :32] = 1e-42
-    x[5, 1] = np.float32(3e38)
+    x[4, :32] = 1e-26
+    x[5, 1] = np.float32(8e34)
+    x[6, 0] = np.abs(x[6]).max() * np.float32(1.9)
     codes, scales, sums = found_codes(x, variant, activations)
     expected, expected_scales = encoded(x, activations)
     assert np.array_equal(codes, expected)
     assert np.array_equal(scales, expected_scales)
     assert np.array_equal(sums, expected.reshape(7, -1, 16).sum(-1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_step_of_scales_is_met(variant):
+    """Whatever a block's largest number: no code is beyond 127, and a product is scale times integer."""
+    largest = np.float32(127) * np.exp2(np.linspace(-70, 100, 10371, dtype=np.float32))
+    x = np.zeros((len(largest), 32), np.float32)
+    x[:, 7] = largest
+    codes, scales, _ = found_codes(x, variant, "int8")
+    assert set(np.frexp(scales.ravel())[0] * np.float32(2)) == set(STEPS[:-1])
+    assert codes.max() == 127
+    assert codes[:, 7].min() >= 127 * 3 // 4 - 1  # 48 / 32 where 36 / 32 would do, at worst
+    matrix = packed("Q8_0", random_raw("Q8_0", 16, 32, np.random.default_rng(0)), 16, 32)
+    weights = matrix.unpack()[:, 7]
+    expected = scales * codes[:, 7:8].astype(np.float32) * weights
+    for rows in (slice(None), slice(0, 1), slice(700, 703)):
+        found = native.linear(matrix, np.ascontiguousarray(x[rows]), variant)
+        assert_close(found, expected[rows])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -148,10 +172,11 @@ def test_a_nan_or_an_infinity_spoils_its_block_and_what_reads_it(variant, bad, p
     assert np.isnan(scales[0]).tolist() == [block == 0, block == 1]
     assert not codes[0, block * 32 : block * 32 + 32].any()
     assert not sums[0, block * 2 : block * 2 + 2].any()
-    matrix = packed("Q4_1", random_raw("Q4_1", 16, 64, np.random.default_rng(0)), 16, 64)
-    out = native.linear(matrix, x, variant)
-    assert np.isnan(out[0]).all()
-    assert np.isfinite(out[1]).all()
+    for source in ("Q4_0", "Q4_1", "Q5_1", "Q8_0"):
+        matrix = packed(source, random_raw(source, 16, 64, np.random.default_rng(0)), 16, 64)
+        out = native.linear(matrix, x, variant)
+        assert np.isnan(out[0]).all(), source
+        assert np.isfinite(out[1]).all(), source
 
 
 # ---- packing -----------------------------------------------------------------------------------------------
@@ -234,6 +259,25 @@ def test_damaged_scales_stay_as_they_are():
     assert np.isnan(found[3, :32]).all()
     assert not np.isfinite(found[5, 32:]).any()
     assert np.isfinite(np.delete(found, [3, 5], 0)).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("source", "scales"), [("Q4_0", slice(0, 2)), ("Q4_1", slice(0, 2)), ("Q6_K", slice(192, 200))]
+)
+def test_weights_with_a_scale_of_zero_are_their_min(variant, source, scales):
+    """Whatever their codes: in few rows and in many, where the scale is not multiplied with."""
+    columns = 256 if source == "Q6_K" else 32
+    raw = random_raw(source, 16, columns, np.random.default_rng(4))
+    raw[::2, scales] = 0
+    raw[4, scales.start + 1] = 0 if source == "Q6_K" else 0x80  # minus zero
+    matrix = packed(source, raw, 16, columns)
+    values = file_values(source, raw, 16, columns)
+    assert np.abs(matrix.unpack() - values).max() <= 2.0**-11 * np.abs(values).max()
+    assert np.ptp(matrix.unpack()[::2, :128], axis=1).max() == 0
+    x = np.random.default_rng(5).standard_normal((9, columns)).astype(np.float32)
+    alone = [native.linear(matrix, x[i : i + 1], variant) for i in range(9)]
+    assert_close(native.linear(matrix, x, variant), np.concatenate(alone), ulps=0)
 
 
 @pytest.mark.parametrize(("form", "bound"), [("q8", 0.5 / 127), ("q4", 0.6 / 15)])
@@ -410,11 +454,11 @@ def test_a_row_is_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("source", ["F16", "Q4_1"])
+@pytest.mark.parametrize("source", ["F16", "Q4_1", "Q8_0", "Q6_K"])
 def test_a_nan_stays_in_its_row(variant, source):
     rng = np.random.default_rng(10)
-    matrix = packed(source, random_raw(source, 33, 64, rng), 33, 64)
-    x = rng.standard_normal((13, 64)).astype(np.float32)
+    matrix = packed(source, random_raw(source, 33, 256, rng), 33, 256)
+    x = rng.standard_normal((13, 256)).astype(np.float32)
     clean = native.linear(matrix, x, variant)
     x[5, 40] = np.nan
     spoilt = native.linear(matrix, x, variant)
