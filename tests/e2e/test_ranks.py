@@ -77,9 +77,28 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_starts() -> None:
         )
 
 
-def test_engines_side_by_side_are_not_for_llm() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size 2: LLM has one engine"):
-        LLM(model=FACTS.path, load_format="dummy", data_parallel_size=2, skip_tokenizer_init=True)
+def test_engines_side_by_side_of_an_llm() -> None:
+    """They say what one says, also after a sleep, and need processes of their own."""
+    settings = SETTINGS | {"max_model_len": 96, "model": FACTS.path, "skip_tokenizer_init": True}
+    prompts = [{"prompt_token_ids": text(10 + i, i)} for i in range(10)]
+    params = SamplingParams(max_tokens=12, seed=3, detokenize=False)
+
+    def said(llm: LLM) -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    with LLM(**settings, in_process=True) as llm:
+        expected = said(llm)
+    with LLM(**settings, data_parallel_size=2, disable_log_stats=False) as llm:
+        assert said(llm) == expected
+        assert llm.get_stats().num_scheduled_tokens == sum(len(p["prompt_token_ids"]) + 11 for p in prompts)
+        llm.sleep()
+        llm.wake_up()
+        assert said(llm) == expected
+        assert llm.reset_prefix_cache()
+        (blocks,) = (m for m in llm.get_metrics() if m.name == "vllm:cache_config_info")
+        assert blocks.labels["num_gpu_blocks"] == str(2 * SETTINGS["num_gpu_blocks_override"])
+    with pytest.raises(ConfigError, match="data_parallel_size 2 needs a process for each engine"):
+        LLM(**settings, data_parallel_size=2, in_process=True)
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ class EngineArgs:
         metadata={"help": "how ranks reach each other; gloo needs torch: mainspring[distributed]"},
     )
     data_parallel_size: int = field(
-        default=1, metadata={"help": "engines side by side, each with the whole model (AsyncLLM, serve)"}
+        default=1, metadata={"help": "engines side by side, each with the whole model"}
     )
     enable_expert_parallel: bool = field(
         default=False,

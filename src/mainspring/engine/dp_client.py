@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -43,6 +44,8 @@ from mainspring.engine.router import EngineLoad, Routing, check_rank, moves, pic
 from mainspring.executor.links import Link, close_links, make_links
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_UNREAD = 64  # messages in the queue; then they stay with the ranks' clients
 
@@ -76,6 +79,11 @@ class CoreGroup:
             self.close()
             raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
 
+    @classmethod
+    def of_alike(cls, config: Callable[[], EngineConfig], size: int, **more: Any) -> CoreGroup:
+        """So many with the same configuration, which is made once; `more` as for the constructor."""
+        return cls([_once(config)] * size, **more)
+
     @property
     def ready(self) -> Ready:
         """Of all together: the shortest longest request, the blocks of all."""
@@ -87,10 +95,25 @@ class CoreGroup:
         )
 
     def close(self) -> None:
-        """Idempotent."""
-        with ThreadPoolExecutor(max(1, len(self.processes))) as threads:
-            for ended in [threads.submit(process.close) for process in self.processes]:
-                ended.result()
+        """Idempotent. They end side by side without threads of ours: the interpreter's end allows none."""
+        for process in self.processes:
+            process.ask_to_end()
+        for process in self.processes:
+            process.close()
+
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """What `make` gives, made when first asked for, by whichever thread asks first."""
+    lock = threading.Lock()
+    made: list[T] = []
+
+    def get() -> T:
+        with lock:
+            if not made:
+                made.append(make())
+        return made[0]
+
+    return get
 
 
 def _linked(config: ConfigSource, rank: int, links: list[dict[int, Link]]) -> tuple[ConfigSource, list[int]]:

@@ -117,6 +117,10 @@ class CoreProcess:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"the engine core's process (pid {self.pid}) {how}"
 
+    def ask_to_end(self) -> None:
+        """Returns at once; `close` waits."""
+        _ask_to_end(self.process)
+
     def close(self) -> None:
         """Ask it to end, wait, and end it by force if it does not. Idempotent."""
         self._end(self._shutdown_timeout_s + KILL_AFTER_S)
@@ -247,10 +251,15 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _end(process: subprocess.Popen[bytes], folder: SocketFolder, kill_after_s: float) -> None:
+def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
+
+
+def _end(process: subprocess.Popen[bytes], folder: SocketFolder, kill_after_s: float) -> None:
+    if process.poll() is None:
+        _ask_to_end(process)
         try:
             process.wait(kill_after_s)
         except subprocess.TimeoutExpired:

@@ -56,6 +56,13 @@ class _Sockets:
             self._context.term()
 
 
+def check_owner(pid: int) -> None:
+    """Neither sockets nor threads survive a fork: a child that used a client of its parent, the process
+    `pid`, would wait for ever. Raises `EngineError`."""
+    if os.getpid() != pid:
+        raise EngineError("this engine belongs to the process that made it; make another after the fork")
+
+
 class SyncMPClient(EngineCoreClient):
     """For a caller that waits: `get_output` blocks until the core says something or dies."""
 
@@ -112,18 +119,13 @@ class SyncMPClient(EngineCoreClient):
         self._sockets.close()
 
     def _send(self, frames: Frames) -> None:
-        self._check_owner()
+        check_owner(self._owner)
         self._sockets.requests.send_multipart(frames)
-
-    def _check_owner(self) -> None:
-        """Sockets do not survive a fork: a child that used ours would wait for ever."""
-        if os.getpid() != self._owner:
-            raise EngineError("this engine belongs to the process that made it; make another after the fork")
 
     def _receive(self) -> EngineCoreOutputs | None:
         """The next message; None if none came for `WATCH_S`, or if it was an answer. What a dead core has
         said before is read to its end first."""
-        self._check_owner()
+        check_owner(self._owner)
         try:
             frames = self._sockets.outputs.recv_multipart()
         except zmq.Again:

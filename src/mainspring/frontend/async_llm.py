@@ -100,30 +100,14 @@ def _ways_to_start(
         return partial(CoreProcess, shutdown_timeout_s=timeout_s, given_up=given_up), AsyncMPClient
     from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient
 
-    def start(config: Callable[[], EngineConfig]) -> CoreGroup:
-        configs = [_once(config)] * args.data_parallel_size
-        return CoreGroup(
-            configs,
-            shutdown_timeout_s=timeout_s,
-            given_up=given_up,
-            lockstep=args.enable_expert_parallel,
-        )
-
+    start = partial(
+        CoreGroup.of_alike,
+        size=args.data_parallel_size,
+        shutdown_timeout_s=timeout_s,
+        given_up=given_up,
+        lockstep=args.enable_expert_parallel,
+    )
     return start, partial(DPLBAsyncMPClient, routing=args.data_parallel_routing)
-
-
-def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """What `make` gives, made when first asked for, by whichever thread asks first."""
-    lock = threading.Lock()
-    made: list[T] = []
-
-    def get() -> T:
-        with lock:
-            if not made:
-                made.append(make())
-        return made[0]
-
-    return get
 
 
 # -- one request ---------------------------------------------------------------------------------------------

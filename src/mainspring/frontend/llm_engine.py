@@ -121,6 +121,32 @@ def start_core(args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], C
     return Started(start(settings), facts, tokenizer, defaults)
 
 
+def _start_client(args: EngineArgs, config: Callable[[], EngineConfig]) -> EngineCoreClient:
+    """One core, here or in a process of its own, or one for each data-parallel rank."""
+    in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
+    if args.data_parallel_size == 1:
+        from mainspring.engine.client import EngineCoreClient
+
+        return EngineCoreClient.make_client(
+            config, in_process=in_process, shutdown_timeout_s=args.shutdown_timeout
+        )
+    if in_process:
+        raise ConfigError(
+            f"data_parallel_size {args.data_parallel_size} needs a process for each engine: leave out "
+            "in_process, or leave it at 1"
+        )
+    from mainspring.engine.dp_client import CoreGroup
+    from mainspring.engine.sync_dp_client import SyncDPClient
+
+    group = CoreGroup.of_alike(
+        config,
+        args.data_parallel_size,
+        shutdown_timeout_s=args.shutdown_timeout,
+        lockstep=args.enable_expert_parallel,
+    )
+    return SyncDPClient(group, args.data_parallel_routing)
+
+
 def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | None:
     """None where there can be no structured outputs: without a tokenizer, or a token that ends a text."""
     if tokenizer is None or not facts.eos_token_ids:
@@ -175,19 +201,7 @@ class LLMEngine:
 
         Raises `CheckpointError` for a model that is not there or not sound, `ConfigError` for settings.
         """
-        from mainspring.engine.client import EngineCoreClient
-
-        if args.data_parallel_size > 1:
-            raise ConfigError(
-                f"data_parallel_size {args.data_parallel_size}: LLM has one engine; leave it at 1, or use "
-                "AsyncLLM or serve, which spread requests over several"
-            )
-
-        in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
-        start = partial(
-            EngineCoreClient.make_client, in_process=in_process, shutdown_timeout_s=args.shutdown_timeout
-        )
-        client, facts, tokenizer, defaults = start_core(args, start)
+        client, facts, tokenizer, defaults = start_core(args, partial(_start_client, args))
         processors = make_processors(args, facts, tokenizer, client.max_model_len, clock)
         engine = cls(client, *processors, tokenizer, defaults)
         engine.model_name = args.served_model_name or args.model
