@@ -164,6 +164,55 @@ def test_what_would_be_refused_is_said_before(tiny, more, words, capsys: pytest.
         build_engine(prepare(EngineArgs(**tiny | more)).config)
 
 
+SPEED = doctor.Speed(num_threads=1, byte_products=4e9, float_products=1e9, model_reads=1e9, memory_reads=1e8)
+
+
+def words_of(config: dict[str, Any], tmp_path: Path, **more: Any) -> list[str]:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    args = EngineArgs(model=str(path), load_format="dummy", skip_tokenizer_init=True, **more)
+    return doctor.model_words(forecast.forecast(args), SPEED)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels")
+def test_ceilings_of_experts_are_of_those_that_a_token_uses(tmp_path: Path):
+    """Two of sixteen; the table is looked up, and the head multiplied for the last token of a prompt alone."""
+    experts = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
+    config = CONFIG | experts | {"tie_word_embeddings": False, "hidden_size": 64}
+    expert, attention, router, head = 3 * 64 * 48, 6 * 16 * 64, 16 * 64, 96 * 64
+    used = 3 * (2 * expert + attention + router)
+    first, *_, best = words_of(config, tmp_path)
+    assert first.endswith(f"million parameters, of which a token uses {(used + head) / 1e6:.0f}")
+    num_bytes = 2 * (used + head + 3 * router)  # which chooses, and stays in 32 bits
+    assert best == (
+        f"at best: {1e9 / num_bytes:,.0f} tokens/s written by one request, "
+        f"{1e9 / (2 * used):,.0f} tokens/s of prompts read"
+    )
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels")
+def test_ceilings_of_weights_in_8_bits(tmp_path: Path):
+    products = 3 * (6 * 16 * 32 + 3 * 32 * 64)
+    *_, best = words_of(CONFIG | {"intermediate_size": 64}, tmp_path, quantization="q8")
+    assert best.endswith(f" {4e9 / (2 * products):,.0f} tokens/s of prompts read")
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels")
+def test_an_encoder_has_no_ceiling_of_writing(tmp_path: Path):
+    """And what it reads is multiplied in the type that its weights have, without the tables."""
+    config = {"model_type": "bert", "vocab_size": 9000, "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    config |= {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu"}
+    *_, causal, best = words_of(config, tmp_path)
+    assert causal == "chunked prefill and prefix caching are off: it has layers that are not causal"
+    assert best == f"at best: {1e9 / (2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)):,.0f} tokens/s of texts read"
+
+
+def test_chunks_that_were_turned_off_say_nothing_of_the_model(tmp_path: Path):
+    found = words_of(CONFIG, tmp_path, enable_chunked_prefill=False)
+    assert not [line for line in found if "causal" in line]
+
+
 def test_too_large_for_the_memory(smollm2: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(forecast, "free_memory_bytes", lambda: 2**26)
     assert (

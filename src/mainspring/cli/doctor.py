@@ -26,13 +26,14 @@ from mainspring.cli.dialect import Parser
 from mainspring.cli.flags import add_common_flags, add_engine_flags, log_level, model_argument
 
 if TYPE_CHECKING:
-    from mainspring.cli.forecast import Forecast
+    from mainspring.cli.forecast import Forecast, Work
 
 EXAMPLES = ("", "smollm2-135m", "./my.gguf --quantization q8 --max-model-len 4k --json")
 # What kernels care for, as the system names it (x86 in `flags`, ARM in `Features`).
 INSTRUCTIONS = re.compile(r"^(sse4_2|avx\w*|fma|f16c|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
 AS_FILE = "as the file"  # of the forms of weights, the one that no kernel keeps
 MOST_MEASURED_THREADS = 8  # the time that measuring takes grows with them
+USED_SHARE = 0.9  # of the parameters: below, it is worth a word
 MODEL_BYTES = 96 << 20  # of weights that are read again and again while measuring
 
 
@@ -122,8 +123,11 @@ def model_words(model: Forecast, speed: Speed | None) -> list[str]:
     """A model's lines."""
     held = "as they are in the file" if model.weights_form == AS_FILE else f"held as {model.weights_form}"
     per_token = f"{model.kv_bytes_per_token / 1024:.1f} KiB for each token ({model.kv_cache_dtype})"
+    work, used = model.work, ""
+    if work is not None and work.num_parameters < USED_SHARE * model.num_parameters:
+        used = f", of which a token uses {work.num_parameters / 1e6:.0f}"
     lines = [
-        f"{model.name}: {model.architecture}, {model.num_parameters / 1e6:.0f} million parameters",
+        f"{model.name}: {model.architecture}, {model.num_parameters / 1e6:.0f} million parameters{used}",
         f"weights: {_size(model.weights_bytes)}, {held} ({model.kernels} kernels)",
         f"keys and values: {per_token}; "
         f"a pool of {_size(model.kv_pool_bytes)} holds {model.num_kv_tokens:,} tokens",
@@ -134,21 +138,22 @@ def model_words(model: Forecast, speed: Speed | None) -> list[str]:
             f"requests: up to {model.max_model_len:,} tokens ({knows}), "
             f"{model.max_concurrency:.1f} of that length at once"
         )
-    if not model.chunked_prefill:
+    if not model.is_causal:
         lines.append("chunked prefill and prefix caching are off: it has layers that are not causal")
-    if speed is not None and model.kernels == "native":
-        lines.append(f"at best: {_ceilings(model, speed)}")
+    if speed is not None and work is not None:
+        lines.append(f"at best: {_ceilings(model, work, speed)}")
     lines += [f"warning: {words}" for words in model.warnings]
     return lines + [f"refused: {words}" for words in model.problems]
 
 
-def _ceilings(model: Forecast, speed: Speed) -> str:
-    """Every weight is read for a token that is written, and used in two operations for one that is read."""
-    read = f"{speed.byte_products / (2 * model.num_parameters):,.0f} tokens/s of prompts read"
-    if not model.chunked_prefill:  # it writes none
+def _ceilings(model: Forecast, work: Work, speed: Speed) -> str:
+    """Every weight that a token uses is read for one that is written, and multiplied for one that is read."""
+    read_s = work.byte_operations / speed.byte_products + work.float_operations / speed.float_products
+    read = f"{1 / read_s:,.0f} tokens/s of {'prompts' if model.can_generate else 'texts'} read"
+    if not model.can_generate:
         return read
     reads = speed.model_reads if model.weights_bytes <= MODEL_BYTES else speed.memory_reads
-    return f"{reads / model.weights_bytes:,.0f} tokens/s written by one request, {read}"
+    return f"{reads / work.read_bytes:,.0f} tokens/s written by one request, {read}"
 
 
 def run(argv: list[str]) -> int:

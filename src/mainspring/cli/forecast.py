@@ -8,6 +8,7 @@ by the memory that is free once the weights are there, and that is reckoned as w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,12 +33,23 @@ from mainspring.frontend.llm_engine import prepare
 from mainspring.kernels.native import KV_BYTES, KV_SCALE_BYTES, KVType
 from mainspring.models.families import Model
 from mainspring.models.loader import dummy_spec, read_model, wants_native
-from mainspring.models.packing import place_weights
+from mainspring.models.packing import Placed, place_weights
 from mainspring.models.parallel import Place, check_divisible
-from mainspring.models.spec import ModelSpec, weight_table
+from mainspring.models.spec import ExpertsSpec, ModelSpec, weight_table
 from mainspring.models.views import TensorSource
 from mainspring.models.weights import MEMORY_SHARE, random_model, tensors_of
 from mainspring.worker.worker import kv_pool_bytes
+
+FLOAT_FORMS = ("F32", "F16", "BF16")  # of packed weights: multiplied as fp32
+
+
+class Work(msgspec.Struct, kw_only=True):
+    """What the native kernels do with weights for one token: with the experts that are chosen, not all."""
+
+    num_parameters: int = 0  # that take part; of tables a row is looked up, which is as good as nothing
+    read_bytes: int = 0  # for a token that is written alone
+    byte_operations: int = 0  # for one of a prompt, on 8-bit integers; a product and its sum are two
+    float_operations: int = 0  # likewise on fp32
 
 
 class Forecast(msgspec.Struct, kw_only=True):
@@ -50,6 +62,8 @@ class Forecast(msgspec.Struct, kw_only=True):
     kernels: str  # "native" or "numpy"
     weights_form: str  # what the weights are held as
     weights_bytes: int
+    work: Work | None = None  # None: by numpy
+    can_generate: bool
     max_position_embeddings: int
     kv_cache_dtype: str
     kv_bytes_per_token: int  # of the layers that keep all of them; windows need less
@@ -58,6 +72,7 @@ class Forecast(msgspec.Struct, kw_only=True):
     num_kv_tokens: int = 0  # that the pool holds
     max_model_len: int = 0  # that a request would be allowed
     max_concurrency: float = 0.0  # so many requests of that length fit at once
+    is_causal: bool = True  # False: a token sees those behind it too, in some layers
     chunked_prefill: bool = True
     prefix_caching: bool = True
     problems: list[str] = []  # why it would be refused with these settings
@@ -68,6 +83,7 @@ class _Opened(NamedTuple):
     model: Model
     tensors: TensorSource
     config: EngineConfig
+    can_generate: bool
 
 
 def forecast(args: EngineArgs) -> Forecast:
@@ -75,16 +91,17 @@ def forecast(args: EngineArgs) -> Forecast:
     name, problems = args.model, []
     args = replace(args, model=_place(args))
     try:
-        config = prepare(args).config
+        prepared = prepare(args)
     except ConfigError as error:
         problems += str(error).splitlines()
-        config = prepare(_plain(args)).config
+        prepared = prepare(_plain(args))
+    config, can_generate = prepared.config, prepared.facts.can_generate
     if args.load_format == "dummy" and is_config(args.model):
-        found = _Opened(*random_model(dummy_spec(args.model), 0), config)
+        found = _Opened(*random_model(dummy_spec(args.model), 0), config, can_generate)
         return _reckon(name, found, problems)
     with open_checkpoint(args.model) as source:
         model = read_model(source, config.scheduler.max_model_len)
-        return _reckon(name, _Opened(model, tensors_of(model, source), config), problems)
+        return _reckon(name, _Opened(model, tensors_of(model, source), config, can_generate), problems)
 
 
 def _place(args: EngineArgs) -> str:
@@ -103,7 +120,7 @@ def _plain(args: EngineArgs) -> EngineArgs:
 
 
 def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
-    model, _, config = found
+    model, _, config, can_generate = found
     spec, free_bytes = model.spec, free_memory_bytes()
     try:
         is_native = wants_native(config, spec)
@@ -114,7 +131,7 @@ def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
         check_divisible(spec, Place(0, config.tensor_parallel_size, config.pipeline_parallel_size))
     except ConfigError as error:
         problems.append(str(error))
-    form, weights_bytes = _packed(found) if is_native else _unpacked(found, free_bytes)
+    form, weights_bytes, work = _packed(found) if is_native else (*_unpacked(found, free_bytes), None)
     kv_type, kv_specs = _kv(config, spec, is_native)
     result = Forecast(
         name=name,
@@ -124,9 +141,12 @@ def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
         kernels="native" if is_native else "numpy",
         weights_form=form,
         weights_bytes=weights_bytes,
+        work=work,
+        can_generate=can_generate,
         max_position_embeddings=spec.max_position_embeddings,
         kv_cache_dtype=kv_type,
         kv_bytes_per_token=sum(kv.bytes_per_token for kv in kv_specs if kv.sliding_window is None),
+        is_causal=all(kv.causal for kv in kv_specs),
         kv_pool_bytes=kv_pool_bytes(config.kv_cache_memory_bytes, max(0, free_bytes - weights_bytes)),
         problems=problems,
     )
@@ -142,12 +162,42 @@ def _reckon(name: str, found: _Opened, problems: list[str]) -> Forecast:
     return result
 
 
-def _packed(found: _Opened) -> tuple[str, int]:
+def _packed(found: _Opened) -> tuple[str, int, Work]:
     """By the native kernels."""
-    model, tensors, config = found
+    model, tensors, config, _ = found
     quantization = config.quantization or ("f16" if config.load_format == "dummy" else None)
     placed, num_bytes = place_weights(model, lambda tensor: tensors.info(tensor).type, quantization)
-    return ", ".join(sorted({place.matrix.form for place in placed})), num_bytes + _vector_bytes(model.spec)
+    forms = ", ".join(sorted({place.matrix.form for place in placed}))
+    return forms, num_bytes + _vector_bytes(model.spec), _work(model.spec, placed)
+
+
+def _work(spec: ModelSpec, placed: Sequence[Placed]) -> Work:
+    """The head is for the last token of a prompt alone."""
+    work = Work()
+    is_tied = spec.has_head and spec.tied_embeddings
+    for place in placed:
+        if place.handle == "positions" or (place.handle == "embedding" and not is_tied):
+            continue
+        used = math.prod(place.part.shape) * _share_used(spec, place.handle)
+        work.num_parameters += round(used)
+        work.read_bytes += round(place.matrix.num_bytes * _share_used(spec, place.handle))
+        if place.handle in ("embedding", "head"):
+            continue
+        if place.matrix.form in FLOAT_FORMS:
+            work.float_operations += round(2 * used)
+        else:
+            work.byte_operations += round(2 * used)
+    return work
+
+
+def _share_used(spec: ModelSpec, handle: str) -> float:
+    """Of a weight, for one token."""
+    place, _, kind = handle.rpartition(".")
+    if not kind.startswith("experts_"):
+        return 1.0
+    mlp = spec.layers[int(place.removeprefix("layers."))].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    return mlp.top_k / mlp.num_experts
 
 
 def _unpacked(found: _Opened, free_bytes: int) -> tuple[str, int]:
