@@ -206,37 +206,52 @@ inline void score_groups(const Strip& strip, const SpanView& span, int first) {
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
-// Scores to weights, in place; their largest and their sum to the end of the partial result.
-void weigh(const Strip& strip, const SpanView& span, int r) {
-  const Seen seen = strip.seen[r];
-  float* row = strip.weights + r * kSpan;
-  const int first = seen.begin / kLanes, end = (seen.end + kLanes - 1) / kLanes;
+// Scores as they should be, -inf where a row does not see the token, for 16 tokens of one row.
+inline F32 finish_scores(const Strip& strip, const SpanView& span, int r, int g) {
+  float* at = strip.weights + r * kSpan + g * kLanes;
+  const int begin = strip.seen[r].begin - g * kLanes, end = strip.seen[r].end - g * kLanes;
+  F32 x = load(at);
+  if (span.form == KVForm::I8) x = x * load(span.key_scales[g]);
+  if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
+  const Mask before = begin > 0 ? first_lanes(begin) : 0, seen = end > 0 ? first_lanes(end) & ~before : 0;
+  x = select(seen, x, splat(-__builtin_inff()));
+  store(at, x);
+  return x;
+}
+
+// Scores to weights, by weight(place, g, peak) for 16 tokens at a time, of all rows in turns, so that none waits for
+// itself. The largest scores and the sums of the weights go to the ends of the partial results.
+template <int kR, typename Weight>
+inline __attribute__((always_inline)) void weigh(const Strip& strip, const SpanView& span, Weight weight) {
+  const int first = strip.all.begin / kLanes, end = (strip.all.end + kLanes - 1) / kLanes;
+  // Groups of which nothing has to be changed.
   const bool as_they_are = span.form != KVForm::I8 && span.soft_cap == 0.0f;
-  F32 top = splat(kLowestScore);
+  const int first_plain = as_they_are ? (strip.common.begin + kLanes - 1) / kLanes : end;
+  const int end_plain = strip.common.end / kLanes;
+  F32 tops[kR], totals[kR];
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r) tops[r] = splat(kLowestScore);
   for (int g = first; g < end; ++g) {
-    F32 x = load(row + g * kLanes);
-    const int begin_lane = seen.begin - g * kLanes, end_lane = seen.end - g * kLanes;
-    const bool whole = begin_lane <= 0 && end_lane >= kLanes;
-    if (!as_they_are || !whole) {
-      if (span.form == KVForm::I8) x = x * load(span.key_scales[g]);
-      if (span.soft_cap != 0.0f) x = capped(x, span.soft_cap);
-      const Mask before = begin_lane > 0 ? first_lanes(begin_lane) : 0;
-      if (!whole) x = select(first_lanes(end_lane) & ~before, x, splat(-__builtin_inff()));
-      store(row + g * kLanes, x);
-    }
-    top = max(top, x);
+    const bool plain = g >= first_plain && g < end_plain;
+#pragma GCC unroll 6
+    for (int r = 0; r < kR; ++r)
+      tops[r] = max(tops[r], plain ? load(strip.weights + r * kSpan + g * kLanes) : finish_scores(strip, span, r, g));
   }
-  const float peak = largest(top);
-  F32 total = splat(0.0f);
-  for (int g = first; g < end; ++g) {
-    F32 weight = exp(load(row + g * kLanes) - splat(peak));
-    total = total + weight;
-    if (span.form == KVForm::I8) weight = weight * load(span.value_scales[g]);
-    store(row + g * kLanes, weight);
+  float peaks[kR];
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r) {
+    peaks[r] = largest(tops[r]);
+    totals[r] = splat(0.0f);
   }
-  float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
-  partial[0] = peak;
-  partial[1] = sum(total);
+  for (int g = first; g < end; ++g)
+#pragma GCC unroll 6
+    for (int r = 0; r < kR; ++r) totals[r] = totals[r] + weight(strip.weights + r * kSpan, g, peaks[r]);
+#pragma GCC unroll 6
+  for (int r = 0; r < kR; ++r) {
+    float* partial = strip.partials + r * partial_pitch(span.head_size) + span.head_size;
+    partial[0] = peaks[r];
+    partial[1] = sum(totals[r]);
+  }
 }
 
 // partials[r][first ... first + 16 kV) = the values' elements, weighted and added in the order of tokens.
@@ -300,7 +315,12 @@ void attend_strip(const Strip& strip, const SpanView& span) {
   int g = strip.all.begin / kLanes;
   for (; g + kWide <= end_group; g += kWide) score_groups<kForm, kR, kWide>(strip, span, g);
   for (; g < end_group; ++g) score_groups<kForm, kR, 1>(strip, span, g);
-  for (int r = 0; r < kR; ++r) weigh(strip, span, r);
+  weigh<kR>(strip, span, [&](float* row, int g, float peak) {
+    const F32 weight = exp(load(row + g * kLanes) - splat(peak));
+    const F32 scaled = kForm == KVForm::I8 ? weight * load(span.value_scales[g]) : weight;
+    store(row + g * kLanes, scaled);
+    return weight;
+  });
   int d = 0;
   for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes)
     add_values<kForm, kR, kWide>(strip, span, d);
@@ -436,13 +456,10 @@ class Worker {
   }
 
   void take_query(const float* q, float* to) const {
-    const F32 factor = splat(shape_.scale);
-    if (args_.cache.form == KVForm::BF16) {
-      auto* pairs = reinterpret_cast<uint16_t*>(to);
-      for (int d = 0; d < shape_.head_size; d += kLanes) store_bf16(pairs + d, load(q + d) * factor);
-    } else {
-      for (int d = 0; d < shape_.head_size; d += kLanes) store(to + d, load(q + d) * factor);
-    }
+#ifdef BF16_TARGET
+    if (args_.cache.form == KVForm::BF16) return pair_query(q, shape_.scale, shape_.head_size, to);
+#endif
+    for (int d = 0; d < shape_.head_size; d += kLanes) store(to + d, load(q + d) * splat(shape_.scale));
   }
 
   // What no row sees is not looked up: the table may hold anything there. All members of a job have the
@@ -497,21 +514,27 @@ class Worker {
   }
 
   void attend_rows(const SpanView& view, int span, int first, int count) {
-    Strip strip{queries_ + first * kQueryPitch, {}, {kSpan, 0}, {0, kSpan}, weights_, parts_};
+    // What begins a row's sum need not be copied there.
+    const bool begins = rows_[first].tile->whole && begins_in(first, span) && begins_in(first + count - 1, span);
+    float* parts = begins ? sums_ + first * pitch_ : parts_;
+    Strip strip{queries_ + first * kQueryPitch, {}, {kSpan, 0}, {0, kSpan}, weights_, parts};
     for (int r = 0; r < count; ++r) {
       strip.seen[r] = seen_in(rows_[first + r], span);
       strip.all = either(strip.all, strip.seen[r]);
       strip.common = both(strip.common, strip.seen[r]);
     }
     kAttendStrip[static_cast<int>(view.form)][count - 1](strip, view);
-    for (int r = 0; r < count; ++r) keep(first + r, span, parts_ + r * pitch_);
+    for (int r = 0; r < count && !begins; ++r) keep(first + r, span, parts_ + r * pitch_);
   }
+
+  // Later rows do not begin before earlier ones of their tile.
+  bool begins_in(int r, int span) const { return span == rows_[r].begin / kSpan; }
 
   void keep(int r, int span, const float* part) {
     const Row& row = rows_[r];
     if (!row.tile->whole) {
       copy_partial(partial(row, span), part, shape_.head_size);
-    } else if (span == row.begin / kSpan) {
+    } else if (begins_in(r, span)) {
       copy_partial(sums_ + r * pitch_, part, shape_.head_size);
     } else {
       join(sums_ + r * pitch_, part, shape_.head_size);
@@ -558,8 +581,8 @@ class Worker {
     for (int token = tile.first_token; token < tile.first_token + tile.num_tokens; ++token) {
       float* to = args_.out ? args_.out + int64_t{token} * shape_.num_heads * size + column : line_;
       for (int h = 0; h < heads_per_kv_; ++h, sums += pitch_) {
-        const F32 total = splat(sums[size + 1]);
-        for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) / total);
+        const F32 factor = splat(1.0f / sums[size + 1]);
+        for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) * factor);
       }
       if (args_.encoded.records) encode(to, width, args_.encoded, token, column);
     }

@@ -44,11 +44,18 @@ BF16_TARGET inline void score_pairs(const Strip& strip, const SpanView& span, in
     for (int g = 0; g < kG; ++g) store(strip.weights + r * kSpan + (first + g) * kLanes, sums[r][g]);
 }
 
-// A row's weights to pairs of tokens' weights, from the same place on: what is written was read before.
-BF16_TARGET inline void pair_weights(const Strip& strip, int r) {
-  float* row = strip.weights + r * kSpan;
-  const int end = (strip.seen[r].end + kLanes - 1) / kLanes;
-  for (int g = strip.seen[r].begin / kLanes; g < end; ++g) store_pairs(row + g * (kLanes / 2), load(row + g * kLanes));
+BF16_TARGET inline void pair_query(const float* q, float factor, int head_size, float* to) {
+  for (int d = 0; d < head_size; d += kLanes) store_pairs(to + d / 2, load(q + d) * splat(factor));
+}
+
+// e^((x - peak)), by way of 2^t, within 3e-6 of itself and the rounding of t: more than enough for a number that is
+// rounded to bf16. Where x is -inf it is 0, and a NaN stays one.
+inline F32 weight_of(F32 x, float peak) {
+  constexpr float kLog2e = 1.44269504f;
+  static constexpr float kPower[] = {9.99999261e-1f, 6.93121815e-1f, 2.40247448e-1f, 5.59178603e-2f, 9.5701019e-3f};
+  const F32 t = max(splat(-200.0f), fma(x, splat(kLog2e), splat(-kLog2e * peak)));
+  const F32 k = round(t);
+  return scale(polynomial(kPower, t - k), k);
 }
 
 // Pairs of tokens [2 begin, 2 end), of which every row sees all, or (kRagged) some rows some.
@@ -122,10 +129,12 @@ BF16_TARGET void attend_paired_strip(const Strip& strip, const SpanView& span) {
   int g = strip.all.begin / kLanes;
   for (; g + kWide <= end_group; g += kWide) score_pairs<kR, kWide>(strip, span, g);
   for (; g < end_group; ++g) score_pairs<kR, 1>(strip, span, g);
-  for (int r = 0; r < kR; ++r) {
-    weigh(strip, span, r);
-    pair_weights(strip, r);
-  }
+  // Pairs of weights come to stand from the row's begin on: what is written was read before.
+  weigh<kR>(strip, span, [](float* row, int g, float peak) BF16_TARGET {
+    const F32 weight = weight_of(load(row + g * kLanes), peak);
+    store_pairs(row + g * (kLanes / 2), weight);
+    return weight;
+  });
   int d = 0;
   for (; d + kWide * kLanes <= span.head_size; d += kWide * kLanes) add_paired_values<kR, kWide>(strip, span, d);
   for (; d < span.head_size; d += kLanes) add_paired_values<kR, 1>(strip, span, d);
