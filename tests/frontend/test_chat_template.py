@@ -96,6 +96,14 @@ def test_tool_calls_need_no_content() -> None:
     assert render("{{ messages[0].tool_calls[0].function.name }}{{ messages[0].content }}", [message]) == "f"
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Pa', "Paris", "[1]", "null", "[" * 100_000, "1" * 5000])
+def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> None:
+    """A call that was cut, or that the model wrote wrongly, does not end the conversation."""
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    shown = render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [message])
+    assert json.loads(shown) == {"INVALID_JSON": arguments}
+
+
 def test_the_callers_messages_are_left_alone(real: Tokenizer, template: ChatTemplate) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
     before = json.dumps(messages)

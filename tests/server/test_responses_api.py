@@ -215,6 +215,24 @@ def test_a_tool_is_called_and_answers():
         assert prompt(server) == said
 
 
+def test_a_call_that_was_cut_and_what_follows():
+    """A conversation goes on from it, by the id of the response and with its items sent again."""
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    cut = '{"city": "Pa'
+    with server_of(cut, end=False) as server:
+        choice = {"type": "function", "name": "f"}
+        first = create(server, tools=[tool], tool_choice=choice, max_output_tokens=len(cut))
+        [call] = first["output"]
+        assert (first["status"], call["arguments"]) == ("incomplete", cut)
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "no JSON"}
+        told = json.dumps({"name": "f", "arguments": {"INVALID_JSON": cut}})
+        said = f"user: hi\nassistant: <tool_call>{told}</tool_call>\ntool: no JSON\n"
+        create(server, [output], previous_response_id=first["id"])
+        assert prompt(server) == said
+        create(server, [{"role": "user", "content": "hi"}, call, output])
+        assert prompt(server) == said
+
+
 def test_calls_of_one_turn_are_one_message():
     items = [
         {

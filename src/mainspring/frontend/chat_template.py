@@ -33,6 +33,7 @@ _MARKS = range(0xF0000, 0xFFFFE)  # characters for private use, of which texts h
 BASE_CHARACTERS = 1 << 26
 CHARACTERS_PER_CHARACTER = 64  # of the request
 MAX_QUOTED = 300  # characters of a template's own words in a refusal
+INVALID_JSON = "INVALID_JSON"  # what the arguments of a call are called that are no object of JSON
 
 
 class ChatTemplate:
@@ -215,13 +216,20 @@ def _call(call: object, place: str) -> dict[str, Any]:
         raise RequestError(f"{place}.function has no name", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-            # An escape may stand for half a character.
-            check_encodable("messages", json.dumps(arguments, ensure_ascii=False))
-        except (ValueError, RecursionError):
-            raise RequestError(f"{place}.function.arguments must be JSON text", "messages") from None
+        arguments = _object(arguments)
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments as a template wants them. A call may have been cut in them, or the model erred: that is a part
+    of the conversation too, and the model is shown what it wrote."""
+    try:
+        found = json.loads(text) if text.strip() else {}
+        # An escape may stand for half a character.
+        check_encodable("messages", json.dumps(found, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {INVALID_JSON: text}
 
 
 def _text(content: object, place: str) -> str:
