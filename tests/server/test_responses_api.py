@@ -216,7 +216,7 @@ def test_a_tool_is_called_and_answers():
 
 
 def test_a_call_that_was_cut_and_what_follows():
-    """A conversation goes on from it, by the id of the response and with its items sent again."""
+    """Case B136: a conversation goes on from it, by the id of the response and with its items sent again."""
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     cut = '{"city": "Pa'
     with server_of(cut, end=False) as server:
