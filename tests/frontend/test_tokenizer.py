@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,27 @@ def test_facts_of_the_file(real: Tokenizer) -> None:
     assert real.chat_template is not None
     assert "<|im_start|>" in real.chat_template
     assert not real.add_bos_token
+
+
+def test_others_run_while_a_long_text_is_encoded(real: Tokenizer) -> None:
+    """A server's event loop is in another thread than long texts."""
+    text, ends, num_turns = "A word, and more of them. " * 20_000, threading.Event(), 0
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while not ends.is_set():
+            num_turns += 1
+            time.sleep(0.001)
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    before = num_turns
+    found = real._parts.encoder.encode(text, True)
+    after = num_turns
+    ends.set()
+    other.join()
+    assert after - before > 10  # none or one, where the encoder lets nobody else run
+    assert real.decode(found) == text
 
 
 def test_round_trip(real: Tokenizer) -> None:
