@@ -176,7 +176,7 @@ def words_of(config: dict[str, Any], tmp_path: Path, **more: Any) -> list[str]:
 
 @pytest.mark.skipif(library() is None, reason="needs the native kernels")
 def test_ceilings_of_experts_are_of_those_that_a_token_uses(tmp_path: Path):
-    """Two of sixteen; the table is looked up, and the head multiplied for the last token of a prompt alone."""
+    """Two of sixteen; the table is looked up, and the head is for the last token of a prompt alone."""
     experts = {"model_type": "mixtral", "num_local_experts": 16, "num_experts_per_tok": 2}
     config = CONFIG | experts | {"tie_word_embeddings": False, "hidden_size": 64}
     expert, attention, router, head = 3 * 64 * 48, 6 * 16 * 64, 16 * 64, 96 * 64

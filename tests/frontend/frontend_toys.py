@@ -67,6 +67,9 @@ class ToyTokenizer:
         """Of the one token that is `text`."""
         return self._pieces.index(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text) // max(map(len, self._pieces)) if len(text) > 10_000 else 0
+
     def encode_chat(self, rendered: str, mark: str = "") -> list[int]:
         return self.encode(rendered.replace(mark, "") if mark else rendered)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 from frontend_toys import END, EOS, FACTS, TOY, ToyTokenizer
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mainspring.base.config import ModelFacts
 from mainspring.base.errors import RequestError
-from mainspring.base.params import SamplingParams, StructuredOutputsParams
+from mainspring.base.params import PoolingParams, SamplingParams, StructuredOutputsParams
 from mainspring.frontend.input_processor import InputProcessor
 
 V = FACTS.vocab_size
@@ -41,6 +42,27 @@ def refused(param: str, *args, **kwargs) -> str:
 
 
 # --- prompts --------------------------------------------------------------------------------------------
+
+
+class NeverRead(ToyTokenizer):
+    """One whose texts take too long to be read."""
+
+    def encode(self, text, *options):
+        if len(text) > 10_000:
+            raise AssertionError("it was cut into tokens")
+        return super().encode(text, *options)
+
+
+def test_a_text_that_is_far_too_long_is_refused_unread():
+    processor = make(NeverRead())
+    message = refused("prompt", "a" * 1_000_000, processor=processor)
+    assert re.match(
+        r"prompt has 1000000 characters, \d+ tokens at the very least, and max_model_len is 32", message
+    )
+    with pytest.raises(RequestError, match="tokens at the very least"):
+        processor.process("r", "a" * 1_000_000, PoolingParams(task="embed"))
+    with pytest.raises(AssertionError, match="cut into tokens"):
+        processor.process("r", "a" * 1_000_000, PoolingParams(task="embed", truncate_prompt_tokens=5))
 
 
 def test_forms_of_a_prompt():

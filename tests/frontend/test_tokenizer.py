@@ -390,3 +390,11 @@ def test_mixed_scripts_are_encoded_alike_however_they_are_cut(real: Tokenizer) -
         text = "".join(rng.choices(scripts, k=12))
         around = f"<|im_start|>{text}<|im_end|>"
         assert real.encode_chat(around, "\uf8ff") == real.encode(around) == [1, *real.encode(text), 2]
+
+
+def test_a_text_that_is_far_too_long_is_known_at_once(real: Tokenizer) -> None:
+    """Some of this vocabulary's bytes have no token, and control characters are lost with them."""
+    text = "Hello! " * 100_000
+    assert 1000 < real.fewest_tokens(text) < len(real.encode(text))
+    assert real.fewest_tokens("\x04\x06" * 100_000) == len(real.encode("\x04\x06" * 100_000)) == 0
+    assert real.fewest_tokens("Hello! " * 100) == 0

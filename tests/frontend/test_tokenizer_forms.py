@@ -505,3 +505,85 @@ def test_a_wrong_folder(tmp_path: Path, library: str | None, config: dict[str, A
     if library is None:
         with pytest.raises(CheckpointError, match=r"a vocab.json or vocab.txt alone is not read"):
             Tokenizer.from_checkpoint(source)
+
+
+# ---- lengths -----------------------------------------------------------------------------------------------
+
+
+def keeping(normalizer: Any = None, rstrip: bool = False, without: str = "") -> tokenizers.Tokenizer:
+    """Byte-level, of long tokens, perhaps without those of some bytes."""
+    alphabet = [c for c in sorted(pre_tokenizers.ByteLevel.alphabet()) if c not in without]
+    pairs = [("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"), ("\u0120", "\u0120")]
+    tokens = [*alphabet, *(a + b for a, b in pairs)]
+    t = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens([AddedToken("<|a special token|>", rstrip=rstrip)])
+    if normalizer is not None:
+        t.normalizer = normalizer
+    return t
+
+
+ENTER, LEAD_OF_ACCENTED = "\u010d", "\u00c3"  # the bytes 0D and C3, as such vocabularies spell them
+ATOMS = [
+    "a",
+    "a" * 8,
+    " ",
+    "\r",
+    "\n",
+    "U\u0308\u0304",
+    "e\u0301",
+    "\u1100\u1161\u11a8",
+    "\u4e16",
+    "\U0001f389",
+]
+ATOMS += ["<|a special token|>", "\u2581", "abc", "xxx", "\u20ac", "\u0000"]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_known"),
+    [
+        (lambda path: folder(path, keeping()), True),
+        (lambda path: folder(path, keeping(normalizers.NFC())), True),
+        (lambda path: folder(path, keeping(normalizers.Sequence([normalizers.NFC()]), without=ENTER)), True),
+        (lambda path: folder(path, keeping(without=LEAD_OF_ACCENTED)), False),
+        (lambda path: folder(path, keeping(normalizers.Lowercase())), False),
+        (lambda path: folder(path, keeping(rstrip=True)), False),
+        (lambda path: GGUFFile(write_vocabulary(path / "m.gguf", pieces(), "llama")), True),
+        (
+            lambda path: GGUFFile(
+                write_vocabulary(path / "m.gguf", pieces(ggml__remove_extra_whitespaces=True), "llama")
+            ),
+            False,
+        ),
+        (lambda path: GGUFFile(write_vocabulary(path / "m.gguf", pieces(SPECIALS + PIECES), "llama")), False),
+    ],
+    ids=[
+        "plain",
+        "NFC",
+        "no enter",
+        "no accents",
+        "lowercase",
+        "strips",
+        "pieces",
+        "extra spaces",
+        "no bytes",
+    ],
+)
+def test_the_least_number_of_tokens_is_no_more_than_there_are(
+    make: Any, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every atom alone, many times over, and of mixtures; where nothing is certain, nothing is said."""
+    monkeypatch.setattr("mainspring.frontend.tokenizer.READ_AT_ONCE", 1)
+    t = Tokenizer.from_checkpoint(make(tmp_path))
+    assert (t.fewest_tokens("b" * 1000) > 0) is is_known
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from(ATOMS), max_size=9), st.integers(1, 40))
+    def judge(atoms: list[str], times: int) -> None:
+        text = "".join(atoms) * times
+        assert t.fewest_tokens(text) <= len(t.encode(text, add_special_tokens=False))
+
+    judge()
+    for atom in ATOMS:
+        assert t.fewest_tokens(atom * 500) <= len(t.encode(atom * 500, add_special_tokens=False))

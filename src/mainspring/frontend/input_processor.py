@@ -150,7 +150,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
             kinds = prompt["token_type_ids"]
             prompt = {key: value for key, value in prompt.items() if key != "token_type_ids"}
-        text, ids, salt = self._read_prompt(prompt)
+        text, ids, salt = self._read_prompt(prompt, is_cut=params.truncate_prompt_tokens is not None)
         if kinds is not None:
             ids = of_kinds(ids, kinds, self._facts)
         ids = cut(ids, text, params, self._max_model_len, self._tokenizer)
@@ -197,8 +197,8 @@ class InputProcessor:
 
     # --- the prompt ---------------------------------------------------------------------------------------
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Text if known, ids, and the salt if the prompt carries one."""
+    def _read_prompt(self, prompt: Prompt, is_cut: bool = False) -> tuple[str | None, list[int], str | None]:
+        """Text if known, ids, and the salt if the prompt carries one. is_cut: it may have any length."""
         salt = None
         text: object = None
         ids: object = prompt
@@ -217,8 +217,23 @@ class InputProcessor:
         if ids is None:
             if text is None:
                 raise RequestError(f"prompt must be {PROMPT_FORMS}, got {_shown(prompt)}", "prompt")
+            if not is_cut:
+                self.judge_length(text)
             ids = self._encode(text)
         return text, self._judge_prompt_ids(ids), salt
+
+    def judge_length(self, text: str) -> None:
+        """Refuse a text that is too long whatever its tokens are: to read it to its end could take long.
+
+        Raises `RequestError`.
+        """
+        fewest = 0 if self._tokenizer is None else self._tokenizer.fewest_tokens(text)
+        if fewest > self._max_model_len:
+            raise RequestError(
+                f"prompt has {len(text)} characters, {fewest} tokens at the very least, and max_model_len is "
+                f"{self._max_model_len}; shorten the prompt",
+                "prompt",
+            )
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:

@@ -248,8 +248,10 @@ class LLM:
             )
         if tools is not None:
             options["tools"] = list(judged_tools(tools).tools)
+        text = template.render(*given, **options)
+        self.llm_engine.judge_length(text)
         return {
-            "prompt": template.render(*given, **options),
+            "prompt": text,
             "prompt_token_ids": template.encode(tokenizer, *given, **options),
         }
 

@@ -237,6 +237,10 @@ class LLMEngine:
             self.abort_request(request_id)
             raise
 
+    def judge_length(self, text: str) -> None:
+        """Raises `RequestError` for a prompt that is far too long, before it is cut into tokens."""
+        self._input_processor.judge_length(text)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the advice of the model's makers; a new object each time."""
         return SamplingParams(**self._sampling_defaults)

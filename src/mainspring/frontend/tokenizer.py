@@ -18,6 +18,7 @@ more output rows than there are tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from mainspring.base.errors import RequestError
 from mainspring.checkpoint.gguf import GGUFFile
@@ -28,6 +29,7 @@ from mainspring.frontend.tokenization.literals import pattern_of
 from mainspring.frontend.tokenization.parts import Parts
 from mainspring.frontend.tokenization.spelling import SPACE
 
+READ_AT_ONCE = 1 << 16  # characters of a text that are tokens in no time
 _WHITE_SPACE = "".join(chr(i) for i in range(0x3001) if chr(i).isspace()) + SPACE
 
 
@@ -81,6 +83,20 @@ class Tokenizer:
             return ids
         ids, suffix = self._with_prefix(ids), list(self._parts.suffix_ids)
         return ids if not suffix or ids[-len(suffix) :] == suffix else [*ids, *suffix]
+
+    def fewest_tokens(self, text: str) -> int:
+        """So many it has at least, known without reading it; 0 for a text that is short, or of a vocabulary
+        that may lose a part of a text."""
+        lost = self._parts.lost
+        if len(text) < READ_AT_ONCE or lost is None:
+            return 0
+        num_kept = len(text) - sum(map(text.count, lost))
+        return num_kept // 2 // self._longest_token_bytes  # NFC leaves two bytes of three characters
+
+    @cached_property
+    def _longest_token_bytes(self) -> int:
+        """At most: of some spellings a character stands for a byte."""
+        return max(len(token.encode()) for token in self._parts.tokens)
 
     def encode_chat(self, rendered: str, mark: str = "") -> list[int]:
         """Token ids of a rendered chat. Special tokens are those that the template wrote: text that

@@ -30,6 +30,7 @@ from mainspring.frontend.tokenization.spelling import (
     SentencePieces,
     Spelling,
     WordPieces,
+    lost_characters,
 )
 
 logger = get_logger(__name__)
@@ -83,6 +84,8 @@ class _File(msgspec.Struct):
     """What is asked of the file beside what the library makes of it."""
 
     model: _Model
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None
     added_tokens: list[_Added] = []
 
@@ -113,6 +116,8 @@ def _from_json(path: Path, folder: ModelFolder) -> Parts:
     bos, eos = (_id_of(folder, f"{name}_token", vocabulary) for name in ("bos", "eos"))
     special = frozenset(i for i, token in added.items() if token.special)
     special |= frozenset(i for i in (bos, eos) if i is not None)
+    strips_left = frozenset(i for i, token in added.items() if token.lstrip)
+    strips_right = frozenset(i for i, token in added.items() if token.rstrip)
     encoder = JSONEncoder(tokenizer)
     prefix, suffix = _around(tokenizer)
     return Parts(
@@ -127,8 +132,9 @@ def _from_json(path: Path, folder: ModelFolder) -> Parts:
         eos_token_ids=() if eos is None else (eos,),
         prefix_ids=_asked(prefix, folder, "add_bos_token", bos),
         suffix_ids=_asked(suffix, folder, "add_eos_token", eos),
-        strip_left_ids=frozenset(i for i, token in added.items() if token.special and token.lstrip),
-        strip_right_ids=frozenset(i for i, token in added.items() if token.special and token.rstrip),
+        strip_left_ids=strips_left & special,
+        strip_right_ids=strips_right & special,
+        lost=lost_characters(tokens) if _cuts_only(file) and not strips_left | strips_right else None,
         chat_template=folder.chat_template,
     )
 
@@ -181,12 +187,23 @@ def _spelling(decoder: dict[str, Any] | None) -> Spelling:
     )
 
 
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
+def _cuts_only(file: _File) -> bool:
+    """Whether nothing is done to a text but to cut it, and to compose its characters."""
+    kept = all(step.get("type") == "NFC" for step in _steps(file.normalizer, "normalizers"))
+    cut = all(
+        step.get("type") in ("ByteLevel", "Digits")
+        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
+        for step in _steps(file.pre_tokenizer, "pretokenizers")
+    )
+    return kept and cut
+
+
+def _steps(given: dict[str, Any] | None, inside: str = "decoders") -> list[dict[str, Any]]:
+    if given is None:
         return []
-    if decoder.get("type") != "Sequence":
-        return [decoder]
-    return [step for inner in decoder.get("decoders", []) for step in _steps(inner)]
+    if given.get("type") != "Sequence":
+        return [given]
+    return [step for inner in given.get(inside, []) for step in _steps(inner, inside)]
 
 
 # ---- tokenizer.model ---------------------------------------------------------------------------------------

@@ -27,7 +27,13 @@ from mainspring.frontend.tokenization.parts import (
     numbered,
 )
 from mainspring.frontend.tokenization.pre_tokenizers import kind_of
-from mainspring.frontend.tokenization.spelling import CONTINUES, SPACE, ByteLevel, WordPieces
+from mainspring.frontend.tokenization.spelling import (
+    CONTINUES,
+    SPACE,
+    ByteLevel,
+    WordPieces,
+    lost_characters,
+)
 
 END_KEYS = ("eos", "eot", "eom")  # tokenizer.ggml.<...>_token_id; each of them ends an answer
 ID_KEYS = ("bos", *END_KEYS)  # not "padding": in some files it names an ordinary word
@@ -157,6 +163,7 @@ def byte_level_parts(
         special_ids=special,
         literal_ids=literal,
         unused_ids=unused,
+        lost=lost_characters(tokens),
         **_ends(named, form.add_bos if add_bos is None else add_bos, add_eos),
         chat_template=chat_template,
     )

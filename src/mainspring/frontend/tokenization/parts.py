@@ -41,6 +41,9 @@ class Parts:
     suffix_ids: tuple[int, ...] = ()
     strip_left_ids: frozenset[int] = frozenset()  # special tokens that take white space before them along
     strip_right_ids: frozenset[int] = frozenset()
+    # Characters that may be in no token; of all others at least a byte is, but that NFC may come first.
+    # None: any may be lost.
+    lost: str | None = None
     chat_template: str | None = None
 
 

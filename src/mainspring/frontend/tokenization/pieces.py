@@ -73,9 +73,13 @@ class PieceVocabulary:
             literal_ids=special | user_defined,
             unused_ids=ids_of_types(self.types, UNUSED) - special,
             strip_right_ids=frozenset(strips if self.strips_after_specials else ()),
+            lost="" if self.byte_ids() and not self._drops_text() else None,
             **self.ends,
             chat_template=self.chat_template,
         )
+
+    def _drops_text(self) -> bool:
+        return self.remove_extra_spaces or bool(self.charsmap) or self.strips_after_specials
 
     def byte_ids(self) -> dict[int, int]:
         """Byte -> id; empty for a vocabulary without them."""

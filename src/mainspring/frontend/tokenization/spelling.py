@@ -8,7 +8,7 @@ again (`adds_space`): from the beginning of the text, nowhere else.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF = _byte_alphabet()
 _BYTE_VALUES = np.array([BYTE_OF.get(chr(i), -1) for i in range(max(map(ord, BYTE_OF)) + 2)])
+
+
+def lost_characters(tokens: Iterable[str]) -> str | None:
+    """Those of which no byte is a token in a byte-level vocabulary. None for one that lacks bytes of longer
+    characters, too, but for the rarest (from U+40000 on)."""
+    missing = {BYTE_OF[c] for c in BYTE_OF.keys() - set(tokens)} - {0xC0, 0xC1}  # which no text has
+    if any(0x80 <= byte < 0xF0 for byte in missing):
+        return None
+    return "".join(chr(byte) for byte in sorted(missing) if byte < 0x80)
 
 
 class ByteLevel:
