@@ -50,7 +50,12 @@ def test_a_rank_that_is_killed_costs_no_token() -> None:
         group.processes[1].process.kill()
         read_all(client, journal).assert_whole()
         assert client.get_output() == EngineCoreOutputs()
-        assert client.call(GetStats()).num_scheduled_tokens >= 12 * 60
+        stats = client.call(GetStats())
+        assert stats.num_scheduled_tokens >= 12 * 60
+        of_each = [engine.num_scheduled_tokens for engine in stats.engines]
+        assert len(of_each) == 2
+        assert min(of_each) > 0, "what the dead one has done stays done"
+        assert sum(of_each) == stats.num_scheduled_tokens
         read_all(client, ask(client, 3)).assert_whole()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from dataclasses import fields
+from itertools import groupby
 
 import msgspec
 import pytest
@@ -30,13 +31,14 @@ from mainspring.base.outputs import RequestMetrics, RequestOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.engine.build import build_engine
 from mainspring.engine.client import InprocClient
+from mainspring.engine.dp_client import total
 from mainspring.engine.mp_client import SyncMPClient
 from mainspring.frontend import metrics
 from mainspring.frontend.async_llm import AsyncLLM
 from mainspring.frontend.input_processor import InputProcessor
 from mainspring.frontend.llm import LLM
 from mainspring.frontend.llm_engine import LLMEngine
-from mainspring.frontend.metrics import LoggingStatLogger
+from mainspring.frontend.metrics import LoggingStatLogger, MetricsOptions, collect
 from mainspring.frontend.output_processor import OutputProcessor
 from mainspring.frontend.parallel_sampling import _as_it_is
 from mainspring.frontend.stats import FrontendStats, Histogram, Times, merged, series_1_2_5
@@ -517,6 +519,32 @@ def test_llm_get_metrics():
         "kv_cache_max_concurrency": "4.0",
         "enable_prefix_caching": "True",
     }
+
+
+def test_each_of_several_engines_has_its_figures():
+    """Those of one name stand together, as Prometheus wants them; what the front end counts is there once."""
+    first, second = (
+        SchedulerStats(num_running=2, num_preemptions=1),
+        SchedulerStats(num_running=3, num_waiting=4, num_parked=5, kv_cache_usage=0.5, prefix_cache_hits=7),
+    )
+    found = collect(FrontendStats(scheduler=total([first, second])), MetricsOptions("m", 100))
+    names = [name for name, _ in groupby(metric.name for metric in found)]
+    assert len(names) == len(set(names))
+
+    def values(name: str, **labels: str) -> dict[str, float]:
+        return {
+            metric.labels["engine"]: metric.value
+            for metric in found
+            if metric.name == f"vllm:{name}" and labels.items() <= metric.labels.items()
+        }
+
+    assert values("num_requests_running") == {"0": 2, "1": 3}
+    assert values("num_requests_waiting") == {"0": 0, "1": 9}
+    assert values("num_requests_waiting_by_reason", reason="deferred") == {"0": 0, "1": 5}
+    assert values("kv_cache_usage_perc") == {"0": 0.0, "1": 0.5}
+    assert values("prefix_cache_hits") == {"0": 0, "1": 7}
+    assert values("num_preemptions") == {"0": 1, "1": 0}
+    assert values("generation_tokens") == {"0": 0}
 
 
 def test_no_metrics_without_statistics():

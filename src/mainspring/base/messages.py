@@ -247,6 +247,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     prefix_cache_hits: int = 0  # tokens found
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    engines: tuple[SchedulerStats, ...] = ()  # of several engines, whose sum this is: each, by its rank
 
 
 class UtilityOutput(NamedTuple):

@@ -34,6 +34,7 @@ from mainspring.base.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    GetStats,
     SchedulerStats,
 )
 from mainspring.engine.launch import ConfigSource, CoreProcess
@@ -238,8 +239,10 @@ class DPLBAsyncMPClient:
         self._check_alive()
         ranks = sorted(self._alive)
         answers = await asyncio.gather(*(self._clients[rank].call(command) for rank in ranks))
-        if all(isinstance(answer, SchedulerStats) for answer in answers):
-            return total(answers)
+        if isinstance(command, GetStats):
+            for rank, stats in zip(ranks, answers, strict=True):
+                self._stats[rank] = stats
+            return total(self._stats)
         if all(isinstance(answer, bool) for answer in answers):
             return all(answers)
         return answers[0]
@@ -355,9 +358,9 @@ def of_the_dead(last: SchedulerStats) -> SchedulerStats:
 
 
 def total(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Counters and numbers as sums, the share of blocks as the mean."""
-    summed = SchedulerStats(
-        **{name: sum(getattr(one, name) for one in stats) for name in SchedulerStats.__struct_fields__}
-    )
+    """Counters and numbers as sums, the share of blocks as the mean; and each of them."""
+    numbers = set(SchedulerStats.__struct_fields__) - {"engines"}
+    summed = SchedulerStats(**{name: sum(getattr(one, name) for one in stats) for name in numbers})
+    summed.engines = tuple(stats)
     summed.kv_cache_usage /= max(1, len(stats))
     return summed

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from mainspring.base.log import get_logger
+from mainspring.base.messages import SchedulerStats
 from mainspring.base.protocols import Clock
 from mainspring.frontend.stats import TOKENS, FrontendStats
 from mainspring.frontend.stats import Histogram as Observed
@@ -24,6 +25,30 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+WAITS_FOR = "Sequences that wait: capacity, for room; deferred, for an event such as a grammar."
+# Of each core: name, help, value, labels.
+CORE_GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float], Mapping[str, str]], ...] = (
+    ("num_requests_running", "Sequences that have a place in the batch.", lambda now: now.num_running, {}),
+    (
+        "num_requests_waiting",
+        "Sequences that wait, for room or for an event.",
+        lambda now: now.num_waiting + now.num_parked,
+        {},
+    ),
+    ("num_requests_waiting_by_reason", WAITS_FOR, lambda now: now.num_waiting, {"reason": "capacity"}),
+    ("num_requests_waiting_by_reason", WAITS_FOR, lambda now: now.num_parked, {"reason": "deferred"}),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, 0 to 1.",
+        lambda now: now.kv_cache_usage,
+        {},
+    ),
+)
+CORE_COUNTERS = (  # fields of `SchedulerStats`
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    ("num_preemptions", "How often a sequence lost its place."),
+)
 PREFIX = "vllm"
 LOG_INTERVAL_S = 10.0
 
@@ -69,7 +94,7 @@ class MetricsOptions:
     max_model_len: int
     cache: CacheFacts | None = None  # None: not known, and not shown
     prefix: str = PREFIX
-    engine: int = 0  # which of several cores
+    engine: int = 0  # the core, or the first of several
 
 
 def collect(stats: FrontendStats, options: MetricsOptions) -> list[Metric]:
@@ -82,6 +107,12 @@ class _Collection:
         self._stats = stats
         self._options = options
         self._labels = {"model_name": options.model_name, "engine": str(options.engine)}
+        core = stats.scheduler
+        # What is known of each core; all else is of the front end, which does not ask who answered.
+        self._engines = [
+            ({"engine": str(options.engine + rank)}, each)
+            for rank, each in enumerate(core.engines or (core,))
+        ]
 
     def all(self) -> Iterator[Metric]:
         yield from self._gauges()
@@ -89,25 +120,13 @@ class _Collection:
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        now, gauge = self._stats.scheduler, self._gauge
-        yield gauge("num_requests_running", "Sequences that have a place in the batch.", now.num_running)
-        yield gauge(
-            "num_requests_waiting",
-            "Sequences that wait, for room or for an event.",
-            now.num_waiting + now.num_parked,
-        )
-        for reason, value in (("capacity", now.num_waiting), ("deferred", now.num_parked)):
-            yield gauge(
-                "num_requests_waiting_by_reason",
-                "Sequences that wait: capacity, for room; deferred, for an event such as a grammar.",
-                value,
-                reason=reason,
-            )
-        yield gauge(
-            "kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", now.kv_cache_usage
-        )
+        for name, help, read, labels in CORE_GAUGES:
+            for engine, now in self._engines:
+                yield self._gauge(name, help, read(now), **labels, **engine)
         if (cache := self._options.cache) is not None:
-            yield gauge("cache_config_info", "How the KV cache is laid out.", 1, **self._cache_labels(cache))
+            yield self._gauge(
+                "cache_config_info", "How the KV cache is laid out.", 1, **self._cache_labels(cache)
+            )
 
     def _cache_labels(self, cache: CacheFacts) -> dict[str, str]:
         num_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # the null block holds none
@@ -121,12 +140,9 @@ class _Collection:
 
     def _counters(self) -> Iterator[Metric]:
         stats, counter = self._stats, self._counter
-        core = stats.scheduler
-        yield counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix cache.", core.prefix_cache_queries
-        )
-        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", core.prefix_cache_hits)
-        yield counter("num_preemptions", "How often a sequence lost its place.", core.num_preemptions)
+        for name, help in CORE_COUNTERS:
+            for engine, core in self._engines:
+                yield counter(name, help, getattr(core, name), **engine)
         yield counter("prompt_tokens", "Tokens of prompts that were read.", stats.num_prompt_tokens)
         for source, value in (
             ("local_compute", stats.num_prompt_tokens - stats.num_cached_tokens),
