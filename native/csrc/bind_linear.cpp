@@ -102,7 +102,7 @@ struct Product {
       encoded = std::make_unique<EncodedRows>(num_rows, columns, is_wide(activations));
       input.encoded = encoded->view();
       for (int row = 0; row < num_rows; ++row)
-        kernels.encode(x.data() + int64_t{row} * columns, columns, encoded->view(), row, 0);
+        kernels.encode({x.data() + int64_t{row} * columns, 0, 1, columns}, encoded->view(), row, 0);
     } else {
       input.rows = x.data();
     }
@@ -172,8 +172,8 @@ nb::tuple encode(const Floats& x, const std::string& variant, const std::string&
   if (columns % kBlock) throw std::invalid_argument("a row is encoded in whole blocks of 32");
   const bool wide = is_wide(activations);
   EncodedRows encoded(rows, columns, wide);
-  for (size_t row = 0; row < rows; ++row)
-    kernels.encode(x.data() + row * columns, static_cast<int>(columns), encoded.view(), static_cast<int>(row), 0);
+  const auto width = static_cast<int32_t>(columns);
+  kernels.encode({x.data(), width, static_cast<int32_t>(rows), width}, encoded.view(), 0, 0);
   auto high = new_array<int8_t>({rows, columns}), low = new_array<int8_t>({rows, columns});
   auto scales = new_array<float>({rows, blocks});
   auto code_sums = new_array<int32_t>({rows, columns / kGroup});

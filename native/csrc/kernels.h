@@ -58,6 +58,13 @@ struct RecordTail {
 constexpr int codes_bytes(bool wide) { return kPair * kBlock * (wide ? 2 : 1); }
 constexpr int record_bytes(bool wide) { return codes_bytes(wide) + static_cast<int>(sizeof(RecordTail)); }
 
+// Floats to be encoded: `count` rows of `columns`, a multiple of kBlock, that begin `pitch` floats apart.
+struct Rows {
+  const float* at;
+  int64_t pitch;
+  int32_t count, columns;
+};
+
 struct Encoded {
   uint8_t* records;  // [rows / 2, rounded up][columns / kBlock]; null: nothing is encoded
   int32_t columns;
@@ -177,8 +184,8 @@ struct Kernels {
   // of the output, for num_rows rows and num_panels panels. What the matrix has no row for is left alone.
   void (*linear)(const Matrix&, const Input&, int row, int num_rows, int panel, int num_panels, const Output&);
 
-  // Encode `count` floats, a multiple of kBlock, as columns [column, column + count) of row `row`.
-  void (*encode)(const float* x, int count, const Encoded&, int row, int column);
+  // Encode rows of floats as the columns from `column` on of the rows from `row` on.
+  void (*encode)(const Rows&, const Encoded&, int row, int column);
 
   // out[columns] = row `row` of the matrix.
   void (*embed)(const Matrix&, int row, float* out);

@@ -337,7 +337,7 @@ struct EncodeOp final : RowOp {
   const char* kind() const override { return "encode"; }
   void run(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(x);
-    machine.kernels.encode(row_of(buffer, row), buffer.width, buffer.encoded, row, 0);
+    machine.kernels.encode({row_of(buffer, row), 0, 1, buffer.width}, buffer.encoded, row, 0);
   }
 };
 
@@ -490,11 +490,9 @@ struct GatedStep final : Step {
     }
     machine.kernels.gate(activation, a, b, rows * pitch, a);
     const Buffer& buffer = machine.buffer(out);
-    for (int r = 0; r < rows; ++r) {
-      const float* y = a + r * pitch;
-      if (buffer.rows) std::memcpy(row_of(buffer, row + r) + first, y, sizeof(float) * pitch);
-      encode_if_wanted(machine, buffer, y, row + r, first, pitch);
-    }
+    for (int r = 0; buffer.rows && r < rows; ++r)
+      std::memcpy(row_of(buffer, row + r) + first, a + r * pitch, sizeof(float) * pitch);
+    if (buffer.wants_encoded) machine.kernels.encode({a, pitch, rows, pitch}, buffer.encoded, row, first);
   }
 };
 

@@ -72,7 +72,7 @@ inline float* row_of(const Buffer& buffer, int row) {
 inline float* place(const Buffer& buffer, int row, float* scratch) { return buffer.rows ? row_of(buffer, row) : scratch; }
 
 inline void encode_if_wanted(Machine& machine, const Buffer& buffer, const float* x, int row, int column, int count) {
-  if (buffer.wants_encoded) machine.kernels.encode(x, count, buffer.encoded, row, column);
+  if (buffer.wants_encoded) machine.kernels.encode({x, 0, 1, count}, buffer.encoded, row, column);
 }
 
 // ---- products -----------------------------------------------------------------------------------------------

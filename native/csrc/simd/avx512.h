@@ -191,8 +191,9 @@ inline F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEARES
 // multiply. Exact where neither x nor a product with a power is 0, denormal, or not finite; a NaN is not passed on.
 constexpr bool kScalesLoseNan = true;
 inline F32 times_scale(F32 x, float, const uint32_t (&powers)[2]) {
+  const __m512i bits = _mm512_castps_si512(x.v);
   const auto times = [&](uint32_t power) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), _mm512_set1_epi32(static_cast<int32_t>(power))));
+    return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(static_cast<int32_t>(power))));
   };
   return {_mm512_add_ps(times(powers[0]), times(powers[1]))};
 }

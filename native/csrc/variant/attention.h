@@ -584,7 +584,7 @@ class Worker {
         const F32 factor = splat(1.0f / sums[size + 1]);
         for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) * factor);
       }
-      if (args_.encoded.records) encode(to, width, args_.encoded, token, column);
+      if (args_.encoded.records) encode({to, 0, 1, width}, args_.encoded, token, column);
     }
   }
 

@@ -10,6 +10,8 @@
 //   that sum, as float, times (weight scale * activation scale) is added to the float sum, and then, where
 //   there are mins, min * (activation scale * sum of the group's activations). 16-bit activations take the
 //   same steps with 256 * (sum over high parts) + (sum over low parts), which is still exact.
+// - What bounds many rows is how many instructions want the multipliers: eight for a block of a row's products, one or
+//   two for its sums. The product of the two scales is made without them (RecordTail), the rows of a pair take turns.
 // - Floats: weights are widened and multiplied column by column; even and odd columns have a fused sum each.
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -362,13 +364,13 @@ inline Scale scale_of(float x) {
           {step.powers[0] + exponent, step.powers[1] + exponent}};
 }
 
+// `amax`: the largest magnitude of the block.
 template <bool kWide>
-inline void encode_block(const float* x, uint8_t* record, int side) {
+inline void encode_block(const float* x, float amax, uint8_t* record, int side) {
   constexpr float kLargestCode = kWide ? 127.0f * 256.0f : 127.0f;
   auto* high = reinterpret_cast<int8_t*>(record) + side * kBlock;
   auto* tail = reinterpret_cast<RecordTail*>(record + codes_bytes(kWide));
   const F32 x0 = load(x), x1 = load(x + kLanes);
-  const float amax = largest_magnitude(x0, x1);
   const bool finite = amax <= kHuge, usable = finite && amax >= kTiny;
   Scale scale{finite ? 0.0f : __builtin_nanf(""), 0.0f, {0, 0}};
   I32 c0 = splat(0), c1 = splat(0);
@@ -397,17 +399,59 @@ inline void encode_block(const float* x, uint8_t* record, int side) {
   tail->powers[side][1] = scale.powers[1];
 }
 
+// Where the blocks of some rows are read and written, one after the other.
 template <bool kWide>
-inline void encode_blocks(const float* x, int count, const Encoded& out, int row, int column) {
-  const int64_t first = int64_t{row / kPair} * (out.columns / kBlock) + column / kBlock;
-  uint8_t* record = out.records + first * record_bytes(kWide);
-  for (int i = 0; i < count; i += kBlock, record += record_bytes(kWide))
-    encode_block<kWide>(x + i, record, row % kPair);
+class Blocks {
+ public:
+  Blocks(const Rows& rows, const Encoded& out, int row, int column)
+      : rows_(rows), out_(out), row_(row), column_(column), x(rows.at) {
+    begin_row();
+  }
+  void next() {
+    x += kBlock;
+    record += record_bytes(kWide);
+    if (x < end_) return;
+    x += rows_.pitch - rows_.columns;
+    ++row_;
+    begin_row();
+  }
+
+ private:
+  void begin_row() {
+    end_ = x + rows_.columns;
+    side = row_ % kPair;
+    record = out_.records +
+             (int64_t{row_ / kPair} * (out_.columns / kBlock) + column_ / kBlock) * record_bytes(kWide);
+  }
+  const Rows& rows_;
+  const Encoded& out_;
+  int row_, column_;
+  const float* end_;
+
+ public:
+  const float* x;
+  uint8_t* record;
+  int side;
+};
+
+// From the largest magnitude to the codes is a long way. It is gone for many blocks at a time, or the processor, which
+// sees four blocks ahead, would wait for most of it.
+template <bool kWide>
+inline void encode_blocks(const Rows& rows, const Encoded& out, int row, int column) {
+  constexpr int kBatch = 24;
+  float largest[kBatch];
+  Blocks<kWide> ahead(rows, out, row, column), block = ahead;
+  for (int rest = rows.count * (rows.columns / kBlock); rest > 0; rest -= kBatch) {
+    const int count = rest < kBatch ? rest : kBatch;
+    for (int i = 0; i < count; ++i, ahead.next())
+      largest[i] = largest_magnitude(load(ahead.x), load(ahead.x + kLanes));
+    for (int i = 0; i < count; ++i, block.next()) encode_block<kWide>(block.x, largest[i], block.record, block.side);
+  }
 }
 
-void encode(const float* x, int count, const Encoded& out, int row, int column) {
+void encode(const Rows& rows, const Encoded& out, int row, int column) {
   const auto blocks = out.wide ? encode_blocks<true> : encode_blocks<false>;
-  blocks(x, count, out, row, column);
+  blocks(rows, out, row, column);
 }
 
 // ---- one row ---------------------------------------------------------------------------------------------

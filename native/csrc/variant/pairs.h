@@ -48,7 +48,7 @@ BF16_TARGET inline void pair_query(const float* q, float factor, int head_size, 
   for (int d = 0; d < head_size; d += kLanes) store_pairs(to + d / 2, load(q + d) * splat(factor));
 }
 
-// e^((x - peak)), by way of 2^t, within 3e-6 of itself and the rounding of t: more than enough for a number that is
+// e^(x - peak), by way of 2^t, within 3e-6 of itself and the rounding of t: more than enough for a number that is
 // rounded to bf16. Where x is -inf it is 0, and a NaN stays one.
 inline F32 weight_of(F32 x, float peak) {
   constexpr float kLog2e = 1.44269504f;
