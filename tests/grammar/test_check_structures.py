@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
+from decimal import Decimal
 
 import msgspec
 import pytest
@@ -16,6 +18,10 @@ from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.grammar import check
 from mainspring.grammar.check import check_structured_outputs, check_structured_outputs_async
 from mainspring.grammar.translate import MAX_TEXT_BYTES
+
+CIRCLE = json.dumps(
+    {"$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}, "items": {"$ref": "#/$defs/x"}}
+)
 
 
 def verdict(**kind) -> tuple[str, ...]:
@@ -85,7 +91,11 @@ def test_forms_are_made_one():
         ('{"type": 5}', "type"),
         ('{"$ref": "#/none"}', r"\$ref"),
         ('{"$ref": "http://x"}', r"\$ref"),
-        ('{"$ref": "#"}', "no text fits"),
+        ('{"$ref": "#"}', r"\$ref '#' leads in a circle"),
+        (CIRCLE, r"\$ref '#/\$defs/y' leads in a circle"),
+        ('{"$id": "http://x/y", "properties": {"a": {"$ref": "y#/properties/a"}}}', "circle"),
+        ('{"properties": {"a": {"$anchor": "b", "anyOf": [{"$ref": "#b"}, {"type": "string"}]}}}', "circle"),
+        ('{"properties": {"a/b": {"allOf": [{"$ref": "#/properties/a~1b/allOf/0"}]}}}', "circle"),
         ("{", "not JSON"),
         ("[]", "must be a JSON schema"),
         ("5", "must be a JSON schema"),
@@ -124,6 +134,66 @@ def test_schemas_that_cannot_be_enforced(schema, word):
         verdict(json=schema)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *(
+            {"const": number}
+            for number in (
+                2**53 + 1,
+                10**19 + 1,
+                2**63,
+                -(2**63),
+                1 - 2**63,
+                1.152921504606847e18,
+                0.1 + 0.2,
+                1e300,
+            )
+        ),
+        *({"enum": [1, {"a": [number]}]} for number in (12345678901234567890, -(2**63), 1e15 + 0.5, 1e-40)),
+        {"type": "integer", "minimum": 10**40, "maximum": 10**41},
+        {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1},
+        {"type": "integer", "minimum": -1e300, "maximum": -1e299},
+        {"type": "number", "maximum": 2**53 + 2},
+        {"type": ["number", "integer"], "maximum": 2**63 - 1},
+        {"allOf": [{"const": -1e19}, {"type": "integer"}]},
+        {"allOf": [{"type": "integer"}, {"exclusiveMinimum": -(2**63)}, {"exclusiveMaximum": 2 - 2**63}]},
+    ],
+    ids=str,
+)
+def test_numbers_that_would_come_out_as_others(schema):
+    """Cases B119, B130: refused by keyword, in a schema and in a grammar with that schema; some of them would
+    end the process."""
+    for kind in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        assert re.search(r": (const|enum|\w+imum) \S+ has more digits than", refused(**kind))
+
+
+@pytest.mark.parametrize(
+    "number", [2**53, -(2**60), 2**63 - 1, 10**18, 0.1, -1.5e-10, 123456789.012345, 1e16]
+)
+def test_numbers_that_are_said_exactly(number):
+    """Case B130."""
+    said = format(Decimal(str(number)), "f")
+    assert fits(said, json={"const": number})
+    assert fits(f"[{said}]", json={"enum": [[number], "x"]})
+
+
+def test_a_maximum_beyond_all_that_is_counted():
+    """Case B130: what is said is below it."""
+    schema = {"type": ["integer", "null"], "minimum": 0, "maximum": 2**64 - 1}
+    assert fits(str(2**63 - 1), json=schema)
+    assert not fits(str(2**64), json=schema)
+
+
+def test_recursion_that_has_a_value_on_its_way_is_welcome():
+    schema = {
+        "$defs": {"list": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]}},
+        "$ref": "#/$defs/list",
+    }
+    schema["$defs"]["pair"] = {"type": "array", "prefixItems": [{}, {"$ref": "#/$defs/list"}], "minItems": 2}
+    assert fits("[1,[2,null]]", json=schema)
+
+
 @pytest.mark.parametrize("number", [1, 7, 60, 1e6, 4096, 0.01, 2.5, 0.0001, 1e-8, 9973])
 def test_usual_multiples_cost_nothing(number):
     """Cases B127, B130: what makes them costly are other factors than 2 and 5."""
@@ -148,6 +218,7 @@ def test_patterns_that_cannot_be_enforced(regex):
         ("start: @other", "unknown grammar"),
         ('start: "a" <|im_end|>', "special token"),
         ('start: %json {"not": {}}', "not"),
+        ('start: "%json {" %json {"a": {"$ref": "#/a"}}', "$ref"),
         ('start: %json {"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
         (r'start: %json {"x\u002dguidance": {"lenient": true}, "not": {}}', "x-guidance"),
     ],
@@ -160,6 +231,14 @@ def test_grammars_that_cannot_be_enforced(grammar, word):
 def test_a_left_recursive_grammar_is_none_of_them():
     """Case B119: the parser knows what to do with it."""
     assert fits("baa", grammar='start: start "a" | "b"')
+
+
+def test_schemas_in_a_grammar():
+    """They are enforced as they are alone, and words that look like one are words."""
+    date = '%json {"format": "date", "type": "string"}'
+    grammar = f'start: "%json {{ }}" {date} %json\n{{"const": {{}}}} "%json {{"'
+    assert fits('%json { }"2024-02-29"{}%json {', grammar=grammar)
+    assert not fits('%json { }"2023-02-29"{}%json {', grammar=grammar)
 
 
 def test_lenient_says_what_it_passes_over():

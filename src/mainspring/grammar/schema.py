@@ -12,6 +12,11 @@ Found by running the JSON Schema test suite and many thousands of random texts a
 6. What `multipleOf` costs grows with its number, without the factors 2 and 5, and where several of them meet,
    with their least common multiple; none of the library's limits counts that.
 7. `additionalItems`, or a list as `items`, make `prefixItems` be passed over: they are of different drafts.
+8. Numbers are read as float64, not always the nearest, and written as the shortest decimal for that; integers
+   may be taken for int64 before. A range that ends at the least int64 overflows the stack, and the process is
+   gone. So a number that would come out as another is refused. A maximum of integers may be beyond int64:
+   what it allows there is not said.
+9. References that lead in a circle end an answer where it meets them (`references.py`).
 
 A schema may refer to any place in itself, so every mapping is looked at, whatever stands above it; only what
 is data (`const`, `enum` and the like) is left alone.
@@ -22,8 +27,9 @@ from __future__ import annotations
 import math
 import re
 from decimal import Decimal
-from typing import Any
+from typing import Any, NoReturn
 
+from mainspring.grammar.references import check_references
 from mainspring.grammar.words import GrammarError, shown
 
 OPTIONS_KEY = "x-guidance"  # in a schema: the library's own settings, strictness among them
@@ -39,6 +45,14 @@ EXACT_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_D
 
 MAX_MULTIPLE = 10_000  # of all of them, see 6
 MAX_MULTIPLES = 50_000  # their sum: some 0.5 s
+
+MAX_INT64 = 2**63 - 1
+MAX_EXACT_INTEGER = 2**53  # up to here float64 has them all
+MAX_DIGITS = 15  # decimals of so many are told apart by float64
+MAX_POWER = 22  # up to here float64 has those of 10, so that what is divided by one is rounded once
+
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "exclusiveMinimum", *_UPPER_BOUNDS)
 
 _DATA_KEYS = {"const", "enum", "default", "examples", "example"}
 _NAME_KEYS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
@@ -61,6 +75,7 @@ def prepare_schema(name: str, schema: Any, *, closed: bool = False) -> dict[str,
         preparation = _Preparation(name, closed, str(schema.get("$schema", "")))
         prepared = preparation.schema(schema)
         preparation.judge_multiples()
+        check_references(name, schema)
         return prepared
     except RecursionError:
         raise GrammarError(f"{name} is nested too deeply") from None
@@ -78,8 +93,7 @@ class _Preparation:
     def schema(self, node: dict[str, Any]) -> dict[str, Any]:
         if OPTIONS_KEY in node:
             raise GrammarError(f"{self._name} has the keyword {OPTIONS_KEY}, which is not a schema's to set")
-        self._judge(node)
-        copy = {key: self._value(key, value) for key, value in node.items()}
+        copy = {key: self._value(key, value) for key, value in node.items()} | self._bounds(node)
         if isinstance(pattern := copy.get("pattern"), str):
             copy["pattern"] = ecma_pattern(pattern)
         if isinstance(named := copy.get("format"), str) and named in EXACT_FORMATS:
@@ -91,6 +105,7 @@ class _Preparation:
         is_open = not copy.keys() & {"additionalProperties", "patternProperties"}
         if self._closed and is_open and isinstance(copy.get("properties"), dict):
             copy["additionalProperties"] = False
+        self._judge(copy)
         return copy
 
     def judge_multiples(self) -> None:
@@ -103,14 +118,12 @@ class _Preparation:
 
     def _value(self, key: str, value: Any) -> Any:
         if key in _DATA_KEYS:
-            if key in ("const", "enum"):
-                self._judge_speakable(key, value)
-            return value
+            return self._said(key, value) if key in ("const", "enum") else value
         if isinstance(value, dict):
             if key not in _NAME_KEYS:
                 return self.schema(value)
             if key == "properties":
-                self._judge_speakable(key, list(value))
+                self._said(key, list(value))
             named = {name: self._value("", part) for name, part in value.items()}
             return {ecma_pattern(k): v for k, v in named.items()} if key == "patternProperties" else named
         if isinstance(value, list):
@@ -139,7 +152,25 @@ class _Preparation:
             if self._asserts_content and isinstance(node.get(key), str):
                 raise GrammarError(f"{self._name}: {key} is not supported in this draft")
 
-    def _judge_speakable(self, key: str, value: Any) -> None:
+    def _bounds(self, node: dict[str, Any]) -> dict[str, int | float]:
+        """Of numbers, as the library will see them. See 8."""
+        kinds = node.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        are_integers = "integer" in kinds and "number" not in kinds
+        found: dict[str, int | float] = {}
+        for key in _BOUNDS:
+            if not _is_number(node.get(key)):
+                continue  # one of draft 4's, or a mistake that the library names
+            number = _as_integer(node[key])
+            if are_integers and key in _UPPER_BOUNDS and number > MAX_INT64:
+                number = MAX_INT64
+            if not _is_exact(number, are_integers):
+                self._refuse_number(key, node[key])
+            found[key] = number
+        return found
+
+    def _said(self, key: str, value: Any) -> Any:
+        """Data that must be said as it is."""
         match value:
             case str():
                 if found := _UNSPEAKABLE.search(value):
@@ -148,11 +179,45 @@ class _Preparation:
                         "supported"
                     )
             case list():
-                for part in value:
-                    self._judge_speakable(key, part)
+                return [self._said(key, part) for part in value]
             case dict():
-                self._judge_speakable(key, list(value))
-                self._judge_speakable(key, list(value.values()))
+                self._said(key, list(value))
+                return {name: self._said(key, part) for name, part in value.items()}
+            case _ if _is_number(value):
+                number = _as_integer(value)
+                if not _is_exact(number, True):
+                    self._refuse_number(key, value)
+                return number
+        return value
+
+    def _refuse_number(self, key: str, number: float) -> NoReturn:
+        raise GrammarError(
+            f"{self._name}: {key} {shown(number)} has more digits than can be enforced exactly, {MAX_DIGITS}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_integer(number: float) -> float:
+    """1.0 is 1, and 1e18 what it is in decimals."""
+    return int(Decimal(str(number))) if isinstance(number, float) and number.is_integer() else number
+
+
+def _is_exact(number: float, may_be_int64: bool) -> bool:
+    """Whether the library says this number, and no other. See 8."""
+    if abs(number) > MAX_INT64:
+        return False
+    if isinstance(number, int):
+        if abs(number) <= MAX_EXACT_INTEGER:
+            return True
+        if number != float(number):
+            return may_be_int64 and number == MAX_INT64
+        if may_be_int64:
+            return True
+    _, digits, power = Decimal(str(number)).normalize().as_tuple()
+    return len(digits) <= MAX_DIGITS and int(power) >= -MAX_POWER
 
 
 def _without_2_and_5(number: float) -> int:

@@ -34,6 +34,7 @@ WHITESPACE = r" |\n {0,8}|\n\t{0,4}"
 OPTIONS = '%llguidance {"no_forcing": true}'
 
 _NO_OPTIONS = re.compile(r"^\s*%llguidance\s*\{\s*\}", re.MULTILINE)
+_SCHEMA_RULE = re.compile(r"%json\s*(?=\{)")
 _EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -111,7 +112,7 @@ def _as_lark(text: str) -> str:
         text = _NO_OPTIONS.sub("", text)
         if "%llguidance" in text:
             raise GrammarError("grammar has options (%llguidance), which are not a grammar's to set")
-        return text
+        return _with_prepared_schemas(text)
     if len(text) > MAX_EBNF_BYTES:
         raise GrammarError(f"grammar in EBNF has {len(text)} characters; at most {MAX_EBNF_BYTES}")
     try:
@@ -120,6 +121,25 @@ def _as_lark(text: str) -> str:
         raise GrammarError("grammar is nested too deeply") from None
     except Exception as error:  # it has a type of its own for some mistakes, and none for others
         raise GrammarError(f"grammar: {one_line(str(error))}") from None
+
+
+def _with_prepared_schemas(text: str) -> str:
+    """A grammar may have schemas in it."""
+    parts, at = [], 0
+    for match in _SCHEMA_RULE.finditer(text):
+        if match.start() < at:
+            continue  # words in a schema
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, match.end())
+        except RecursionError:
+            raise GrammarError("grammar is nested too deeply") from None
+        except ValueError:
+            continue  # words in a literal, or what the library will refuse
+        prepared = prepare_schema("grammar", schema)
+        if prepared != schema:  # it may be words in a literal, after all
+            parts += [text[at : match.end()], as_json("grammar", prepared)]
+            at = end
+    return "".join([*parts, text[at:]])
 
 
 def _check_size(kind: str, value: object) -> None:
