@@ -81,6 +81,25 @@ def test_its_tokens_are_counted():
         assert server.chat().json["usage"]["completion_tokens_details"] is None
 
 
+def test_reasoning_that_is_left_out_is_nowhere():
+    """Its tokens are not beside their log-probabilities or ids either, and bring no chunks."""
+    fields = {"include_reasoning": False, "logprobs": True, "return_token_ids": True, "max_tokens": 400}
+    answer = "\n\nYes."
+    for chunk in (1, 7, 1000):
+        with scripted(text_script(f"<think>\nHm.\n</think>{answer}"), template=MAY, chunk=chunk) as server:
+            [choice] = server.chat(**fields).json["choices"]
+            assert "".join(each["token"] for each in choice["logprobs"]["content"]) == f"{answer}<eos>"
+            assert choice["token_ids"] == text_script(answer)
+            _, *events = server.chat(**fields, stream=True).events
+        choices = [event["choices"][0] for event in events]
+        tokens = [
+            each["token"] for one in choices for each in (one["logprobs"] or {"content": []})["content"]
+        ]
+        assert "".join(tokens) == f"{answer}<eos>"
+        assert [i for one in choices for i in one["token_ids"]] == text_script(answer)
+        assert len(choices) <= len(tokens) + 1
+
+
 def test_reasoning_that_is_cut():
     """At every length: whole and streamed agree, and nothing is lost but tags."""
     with scripted(text_script("<think>abc</think>\n\nYes, so.", end=False), template=MAY) as server:

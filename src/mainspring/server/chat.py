@@ -2,8 +2,8 @@
 
 The first output of a stream brings a chunk with the role for each answer. A token whose text is held back (it
 may be the beginning of a stop string, of a character or of a tag) brings no chunk of its own, unless
-log-probabilities or token ids are asked for. An output that says several things brings a chunk for each, and
-the first of them has what is known of its tokens.
+log-probabilities or token ids are asked for, and it is not of reasoning that is left out. An output that says
+several things brings a chunk for each, and the first of them has what is known of its tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET
 
-from mainspring.base.outputs import CompletionOutput, RequestOutput
+from mainspring.base.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
 from mainspring.frontend.parsing.events import (
     CallArguments,
     CallBegins,
@@ -61,6 +61,8 @@ class ChatWriter:
         self._reading = reading
         self._readers: dict[int, AnswerReader] = {}  # by the answer's index, as the engine counts
         self._shows_reasoning = body.include_reasoning is not False
+        # Of each answer: tokens that may be a part of a tag yet, and their log-probabilities; None: none may.
+        self._held: dict[int, tuple[list[int], list[LogprobsOnePosition]] | None] = {}
         self._names = names
         self._reporting = reporting
         self._n = body.n or 1
@@ -99,7 +101,7 @@ class ChatWriter:
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
         check_no_error(answer)
         reader = self._reader(answer.index)
-        message = self._message(joined(reader.read(answer)))
+        message = self._message(self._read(reader, answer))
         return ChatChoice(
             answer.index,
             message,
@@ -172,7 +174,7 @@ class ChatWriter:
     def _said(self, answer: CompletionOutput) -> Iterator[ChatChunk]:
         """What is new of one answer, and its end with its last text."""
         reader = self._reader(answer.index)
-        deltas = [delta for event in joined(reader.read(answer)) if (delta := self._delta(event))]
+        deltas = [delta for event in self._read(reader, answer) if (delta := self._delta(event))]
         is_end = answer.finish_reason is not None
         if is_end and (not deltas or not isinstance(deltas[-1].content, str)):
             deltas.append(ChatDelta())
@@ -228,6 +230,23 @@ class ChatWriter:
         if index not in self._readers:
             self._readers[index] = self._reading.reader()
         return self._readers[index]
+
+    def _read(self, reader: AnswerReader, answer: CompletionOutput) -> list[Event]:
+        """What is new. Of reasoning that is not shown, `answer` loses its tokens too."""
+        num_before = reader.num_reasoning_tokens
+        events = joined(reader.read(answer))
+        if self._shows_reasoning or self._reading.reasoning_format is None:
+            return events
+        num_hidden = reader.num_reasoning_tokens - num_before
+        token_ids, logprobs = answer.token_ids, answer.logprobs or []
+        if (held := self._held.get(answer.index, ([], []))) is not None:
+            token_ids, logprobs = held[0] + token_ids, held[1] + logprobs
+            is_known = events or reader.num_reasoning_tokens or answer.finish_reason
+            self._held[answer.index] = None if is_known else (token_ids, logprobs)
+            num_hidden = num_hidden if is_known else len(token_ids)
+        answer.token_ids = token_ids[num_hidden:]
+        answer.logprobs = None if answer.logprobs is None else logprobs[num_hidden:]
+        return events
 
     def _reasoning_tokens(self) -> CompletionTokens | None:
         """None of a model that does not reason."""
