@@ -83,6 +83,17 @@ def test_reasoning_that_was_cut_is_said(capsys: pytest.CaptureFixture[str]):
     )
 
 
+@pytest.mark.parametrize(("text", "when"), [("\n", "at once"), ("<think>Hm.</think>", "after its reasoning")])
+def test_advice_is_what_the_command_has(text: str, when: str, capsys: pytest.CaptureFixture[str]):
+    """`chat` has no --chat."""
+    say_if_odd(thought(text, "stop"), unasked_limit=None)
+    say_if_odd(thought(text, "stop"), None, "an instruct model may want --chat")
+    assert capsys.readouterr().err == (
+        f"(empty answer: the model ended {when}; try another prompt)\n"
+        f"(empty answer: the model ended {when}; an instruct model may want --chat)\n"
+    )
+
+
 def test_a_terminal_is_never_left_dim(monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 

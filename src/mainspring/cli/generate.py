@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     if given.json:
         print(json.dumps(result.as_json()))
     if not getattr(given, "skip_tokenizer_init", False):
-        say_if_odd(result, unasked_limit(given))
+        say_if_odd(result, unasked_limit(given), "an instruct model may want --chat, or try another prompt")
     return 0
 
 

@@ -175,14 +175,17 @@ def say(words: str) -> None:
     print(f"({words})", file=sys.stderr, flush=True)
 
 
-def say_if_odd(answer: Answer, unasked_limit: int | None) -> None:
-    """Words for what an answer cannot say itself: that it is empty, or was cut where nobody asked for it."""
+def say_if_odd(answer: Answer, unasked_limit: int | None, advice: str = "try another prompt") -> None:
+    """Words for what an answer cannot say itself: that it is empty, or was cut where nobody asked for it.
+    `advice` is for who gets none at all."""
     count = answer.num_tokens
     if not answer.text.strip():
         tokens = "1 token, which does not show" if count == 1 else f"{count} tokens, none of which shows"
-        where = f"{tokens} as text" if not answer.reasoning.strip() else "cut before its reasoning ended"
+        has_reasoned = bool(answer.reasoning.strip())
+        when = "after its reasoning" if has_reasoned else "at once"
+        where = "cut before its reasoning ended" if has_reasoned else f"{tokens} as text"
         why = {
-            "stop": "the model ended at once; an instruct model may want --chat, or try another prompt",
+            "stop": f"the model ended {when}; {advice}",
             "length": f"{where}; raise --max-tokens",
         }.get(answer.finish_reason or "", f"it ended with {answer.finish_reason}")
         say(f"empty answer: {why}")
