@@ -17,6 +17,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 Receive = Callable[[], Awaitable[Any]]
 encode = msgspec.json.Encoder().encode
+_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _PATH = re.compile(r" - at `\$\.?([^.`\[]*)")  # what msgspec says of where a mistake is
 
 
@@ -82,10 +83,17 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     except msgspec.ValidationError as error:
         raise _refused(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", "body") from None
+        raise ApiError(400, f"the body is not JSON: {_why(error, body)}", "body") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", "body") from None
     return read, named.keys() - set(kind.__struct_encode_fields__)
+
+
+def _why(error: Exception, body: bytes) -> str:
+    """For half of a surrogate pair msgspec has the words that it has for a body that ends too early."""
+    if "truncated" in str(error) and (half := _HALF.search(body)) is not None:
+        return f"{half[0].decode()} is half of a surrogate pair and no character"
+    return str(error)
 
 
 def _refused(words: str) -> ApiError:
