@@ -285,8 +285,7 @@ def test_chat_with_tools():
         with pytest.raises(RequestError) as caught:
             llm.chat(question, params, tool_choice=choice, **given | {"tools": tools})
         assert caught.value.param == "tool_choice"
-    with pytest.raises(RequestError, match="tools"):
-        llm.chat(question, tools=[], use_tqdm=False)
+    assert llm.chat(question, tools=[], use_tqdm=False)[0].prompt == llm.chat_prompt(question)["prompt"]
 
 
 def test_chat_template_from_a_file(tmp_path):

@@ -402,7 +402,6 @@ def test_messages_that_are_none(paris, messages):
     "fields",
     [
         {"functions": [{"name": "f"}]},
-        {"tools": []},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"reasoning_effort": "high"},

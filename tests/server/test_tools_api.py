@@ -130,6 +130,43 @@ def test_a_call_that_is_cut(fields, text):
     assert longest == SHORT
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({}, CALL), ({"tool_choice": "required"}, FORCED), ({"tool_choice": NAMED}, ARGUMENTS)],
+    ids=["auto", "required", "named"],
+)
+def test_a_stop_string_inside_a_call(fields, text, include):
+    """Case B137: the call was not made, so nobody may run it. Between calls and behind them it is as ever."""
+    with server_of(text) as server:
+        cut = both(server, stop=["12,"], include_stop_str_in_output=include, **fields)
+        assert cut == (None, [("get_weather", ARGUMENTS[: ARGUMENTS.index("12,") + 3 * include])], "stop")
+        if not fields:
+            called = (None, [("get_weather", ARGUMENTS)], "tool_calls")
+            assert both(server, stop=["</tool_call>"], include_stop_str_in_output=include) == called
+
+
+def test_a_tag_of_reasoning_that_is_cut_is_no_call():
+    """What a named call's arguments begin with is a brace."""
+    with server_of("<think>hm</think>\n{}", end=False, reasoning_parser="qwen3") as server:
+        for max_tokens in range(1, 7):
+            assert both(server, tool_choice=NAMED, max_tokens=max_tokens) == ("", [], "length")
+
+
+def test_strict_where_a_call_begins_with_a_special_token():
+    """It cannot be enforced where the model may choose, so it is refused; where a call is demanded it can."""
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    text = f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'
+    with scripted(text_script(text), template="[TOOL_CALLS]{{ messages[0].content }}") as server:
+        assert server.chat(tools=[strict]).status == 200
+        server.service._chats = server.service.chats._replace(specials=frozenset({"[TOOL_CALLS]"}))
+        refused = server.chat(tools=[strict])
+        assert (refused.status, refused.error["param"]) == (400, "tools")
+        assert "'get_weather': strict cannot be enforced" in refused.error["message"]
+        for fields in ({"tools": [strict], "tool_choice": "required"}, {"tools": [WEATHER]}):
+            assert server.chat(**fields).status == 200
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1000])
 def test_any_cutting_of_the_text_gives_the_same_call(chunk):
     """Case B134: text before, between and after, two calls, nested quotes, characters of several bytes."""
@@ -196,7 +233,6 @@ def test_one_call_where_several_are_not_wanted():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": []}, "tools"),
         ({"tools": [{}]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
@@ -219,6 +255,18 @@ def test_what_is_no_tool_or_no_choice(fields, param):
     with server_of("x") as server:
         reply = server.chat(**{"tools": TOOLS} | fields)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_no_tools_in_a_list_are_no_tools():
+    template = "{% if tools is not none %}tools! {% endif %}{{ messages[0].content }}"
+    with scripted(text_script("x"), template=template) as server:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = server.post(path, {"messages": HELLO, "tools": [], "return_prompt_text": True})
+            assert reply.status == 200
+            assert reply.json.get("prompt_text", "hello") == "hello"
+            assert reply.json.get("tokens", TOY.encode("hello")) == TOY.encode("hello")
+        reply = server.chat(tools=[], tool_choice="required")
+        assert (reply.status, reply.error["param"]) == (400, "tool_choice")
 
 
 def test_choices_without_tools_that_ask_for_nothing():

@@ -246,8 +246,8 @@ class LLM:
                 f"chat_template_kwargs has {', '.join(sorted(taken))}, which are arguments of their own",
                 "chat_template_kwargs",
             )
-        if tools is not None:
-            options["tools"] = list(judged_tools(tools).tools)
+        if known := judged_tools(tools).tools:
+            options["tools"] = list(known)
         text = template.render(*given, **options)
         self.llm_engine.judge_length(text)
         return {

@@ -45,12 +45,12 @@ def judged_tools(
 ) -> ToolUse:
     """Raises `RequestError` for what is no tool or no choice, for a choice without tools, and for one of a
     tool that is not there."""
-    if tools is None:
+    if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
+        raise RequestError(f"tools must be a list, got a {type(tools).__name__}", "tools")
+    if not tools:
         if tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools; give some, or leave it out", "tool_choice")
         return ToolUse()
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise RequestError(f"tools must be a list, got a {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools has {len(tools)} tools; at most {MAX_TOOLS}", "tools")
     names = [tool.name for tool in tools_of(tools)]
