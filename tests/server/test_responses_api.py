@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -273,6 +274,20 @@ def test_items_by_reference():
             server.ask("DELETE", f"/v1/responses/{response_id}")
         error = refusal(server, [{"type": "item_reference", "id": item["id"]}])
         assert (error["code"], error["param"]) == (404, "input")
+
+
+@pytest.mark.parametrize("goes", ["first", "second", "evicted"])
+def test_an_item_of_two_responses_is_known_as_long_as_one_is_stored(goes):
+    with server_of(max_stored_responses=2) as server:
+        first = create(server)
+        [item] = first["output"]
+        second = create(server, [item, {"role": "user", "content": "more"}])
+        if goes == "evicted":
+            create(server)
+        else:
+            server.ask("DELETE", f"/v1/responses/{(first if goes == 'first' else second)['id']}")
+        create(server, [{"type": "item_reference", "id": item["id"]}], store=False)
+        assert prompt(server) == "assistant: hello Paris\n"
 
 
 @pytest.mark.parametrize(
@@ -584,6 +599,20 @@ def test_no_room_for_more():
         assert len(server.core.inner.live) == 2
         server.core.gate.set()
         assert all(wait_for(server, each, "completed") for each in begun)
+
+
+def test_no_room_and_nobody_asked_for_any():
+    """Requests that say nothing of the store are answered, however many there are."""
+    with server_of(max_stored_responses=2) as server, ThreadPoolExecutor() as pool:
+        server.core.gate.clear()
+        replies = [pool.submit(create, server) for _ in range(6)]
+        wait_until(lambda: len(server.core.inner.live) == 6)
+        assert server.post("/v1/responses", {"input": "hi", "store": True}).status == 503
+        server.core.gate.set()
+        ids = [reply.result()["id"] for reply in replies]
+        found = [server.get(f"/v1/responses/{each}") for each in ids]
+        assert sorted(reply.status for reply in found) == [200, 200, 404, 404, 404, 404]
+        assert all("was evicted" in reply.error["message"] for reply in found if reply.status == 404)
 
 
 def test_the_end_of_the_server():

@@ -4,7 +4,8 @@ stored, asked for again, gone on from, or made in the background.
 Who makes a response. Without `background` the request that asked for it: when its client leaves, the response
 is cancelled. With it a task of its own, which neither knows nor needs a client; `GET`, `cancel` and `DELETE`
 find it by its id, and its events, if they were asked for, are kept so that a client may come back to them.
-A response that is stored is so from the moment in which the engine has accepted it.
+A response that is stored is so from the moment in which the engine has accepted it. Where the store has no
+room, one that nobody asked to be stored is not.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ async def _answer(
     keep_alive_s = service.settings.sse_keep_alive_interval
     async with AsyncExitStack() as opened:
         [stream] = [await opened.enter_async_context(stream) async for stream in ask(llm, question)]
-        if stored is not None:
-            service.responses.add(stored)
+        must = bool(body.background or body.store)
+        if stored is not None and service.responses.add(stored, must=must):
             if body.background:
                 service.begin()
                 making = _make(service, stream, opened.pop_all(), writer, stored)

@@ -3,11 +3,13 @@ made in the background.
 
 Rules.
 1. The store is bounded by count and by bytes, and the oldest go first. What still runs stays; where
-   everything runs there is no room, and a new one is refused with a 503.
+   everything runs there is no room. Then a new one is made without being stored, unless somebody wants it
+   stored: that is refused with a 503.
 2. Bytes are those of the whole conversation's items and of kept events, as JSON. In memory conversations
    share their items, so this is an upper bound.
-3. It belongs to one process and ends with it. Ids are random: who knows one has been told it.
-4. That a response was evicted is remembered for the last of them: it is told apart from one that never was.
+3. An item may be in several responses, and is known as long as one of them is.
+4. It belongs to one process and ends with it. Ids are random: who knows one has been told it.
+5. That a response was evicted is remembered for the last of them: it is told apart from one that never was.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._responses: dict[str, StoredResponse] = {}  # the oldest first
-        self._items: dict[str, tuple[StoredResponse, Item]] = {}  # by their ids, with who brought them
+        self._items: dict[str, dict[str, Item]] = {}  # by their ids, and those of the responses with them
         self._evicted: dict[str, None] = {}  # the oldest first
 
     @property
@@ -106,10 +108,14 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def add(self, response: StoredResponse) -> None:
-        """Raises `ApiError` (503) where everything that is stored still runs."""
+    def add(self, response: StoredResponse, *, must: bool) -> bool:
+        """Whether there was room. Raises `ApiError` (503) if it `must` be stored and there is none, for all
+        that is stored still runs."""
         self._evict(self._max_count - 1, self._max_bytes - response.num_bytes)
         if len(self._responses) >= self._max_count:
+            if not must:
+                self._remember_evicted(response)
+                return False
             raise ApiError(
                 503,
                 f"{len(self._responses)} stored responses are being made, and there is room for no more; "
@@ -120,6 +126,7 @@ class ResponseStore:
         self._responses[response.id] = response
         self._num_bytes += response.num_bytes
         self._know(response, response.given)
+        return True
 
     def settle(self, response: StoredResponse) -> None:
         """It is over, in whatever way."""
@@ -147,7 +154,7 @@ class ResponseStore:
     def item(self, item_id: str) -> Item | None:
         """Of a stored response's input or output."""
         found = self._items.get(item_id)
-        return None if found is None else found[1]
+        return None if found is None else found[next(reversed(found))]
 
     async def delete(self, response_id: str) -> None:
         """Also one that is being made: nobody could ask for it. Raises `ApiError` (404)."""
@@ -163,7 +170,7 @@ class ResponseStore:
 
     def _know(self, response: StoredResponse, items: Iterable[Item]) -> None:
         for item in items:
-            self._items[item["id"]] = (response, item)
+            self._items.setdefault(item["id"], {})[response.id] = item
 
     def _evict(self, max_count: int, max_bytes: int) -> None:
         """The oldest that are over, until there is room."""
@@ -171,15 +178,20 @@ class ResponseStore:
             return
         for response in [each for each in self._responses.values() if each.is_over]:
             self._remove(response)
-            self._evicted[response.id] = None
-            if len(self._evicted) > MAX_REMEMBERED:
-                del self._evicted[next(iter(self._evicted))]
+            self._remember_evicted(response)
             if len(self._responses) <= max_count and self._num_bytes <= max_bytes:
                 return
+
+    def _remember_evicted(self, response: StoredResponse) -> None:
+        self._evicted[response.id] = None
+        if len(self._evicted) > MAX_REMEMBERED:
+            del self._evicted[next(iter(self._evicted))]
 
     def _remove(self, response: StoredResponse) -> None:
         del self._responses[response.id]
         self._num_bytes -= response.num_bytes
-        for item in (*response.given, *response.said):
-            if self._items.get(item["id"], (None,))[0] is response:
-                del self._items[item["id"]]
+        for item_id in {item["id"] for item in (*response.given, *response.said)}:
+            if known := self._items.get(item_id):
+                known.pop(response.id, None)
+                if not known:
+                    del self._items[item_id]
