@@ -58,7 +58,7 @@ class Reply:
         assert self.json.keys() == {"error"}, self.body
         error = self.json["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert error["code"] == self.status
+        assert error["code"] in (self.status, "context_length_exceeded")
         assert isinstance(error["message"], str)
         assert isinstance(error["type"], str)
         return error

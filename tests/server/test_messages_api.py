@@ -387,6 +387,18 @@ def test_structured_output():
             create(server, **fields)
             assert json.loads(server.core.inner.seen[-1].structured_outputs.json) == schema
         assert "output_config.format" in refusal(server, output_config={"format": {"type": "json_schema"}})
+        wrong = form | {"schema": {"not": {}}}
+        words = ": these keywords are not supported"
+        assert refusal(server, output_config={"format": wrong}).startswith(f"output_config.format{words}")
+        assert refusal(server, output_format=wrong).startswith(f"output_format{words}")
+
+
+def test_a_limit_above_the_models_length_is_none():
+    """Clients send the limit of a model that they know."""
+    with server_of() as server:
+        create(server, max_tokens=32_000)
+        room = 512 - len(server.core.inner.seen[-1].prompt_token_ids)
+        assert params(server).max_tokens == room
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -418,6 +430,16 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "of type object"),
         ({"tools": [{"input_schema": {}}]}, "must have a name"),
         ({"tools": [WEATHER, WEATHER]}, "a name of its own"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"not": {}}}], "tool_choice": {"type": "any"}},
+            r"^tools\[0\] 'f': input_schema: these keywords",
+        ),
+        (
+            {"tools": [{"name": "f", "input_schema": {"properties": {"a": {"not": {}}}}, "strict": True}]},
+            r"^tools\[0\] 'f': input_schema",
+        ),
+        ({"system": "x" * 600}, r"^prompt is too long: \d{3} tokens > 511 maximum$"),
+        ({"system": "x" * 600, "max_tokens": 100_000}, "^prompt is too long: "),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "no tool is called so"),
@@ -428,7 +450,6 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
         ({"context_management": {"edits": [{"type": "x"}]}}, "context_management: "),
         ({"watermarking": True}, "watermarking: "),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"max_tokens": 100_000}, "max_tokens 100000 is above"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": 3}, "temperature must be at most 2"),
         ({"top_p": 0}, "top_p"),
@@ -444,7 +465,7 @@ def test_what_asks_for_nothing_is_fine():
     nothing = {
         "mcp_servers": [],
         "container": None,
-        "context_management": {},
+        "context_management": {"edits": []},
         "watermarking": False,
         "kv_transfer_params": {},
         "vllm_xargs": {},

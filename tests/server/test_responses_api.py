@@ -352,6 +352,7 @@ def one_server():
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "cannot be read"),
         ({"input": [{}]}, "input", "None"),
         ({"input": 5}, "input", "Expected"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "input says nothing"),
         ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"tools": [{"type": "mcp"}]}, "tools", "runs no tools"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
@@ -365,6 +366,11 @@ def one_server():
         ({"tool_choice": {"function": 5}, "tools": [CLOCK]}, "tool_choice", "must be"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "xml"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format",
+            "^text.format: these keywords are not supported",
+        ),
         (
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",
@@ -401,7 +407,8 @@ def test_a_long_prompt():
     """Refused, unless it may be cut: then its end is kept, with room for the answer."""
     with server_of() as server:
         error = refusal(server, "x" * 600)
-        assert error["code"] == 400
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+        assert "maximum context length is 512 tokens, and input has 607" in error["message"]
         create(server, "x" * 600, truncation="auto", max_output_tokens=12)
         assert len(asked(server).prompt_token_ids) == 500
         assert prompt(server) == "x" * 499 + "\n"

@@ -8,6 +8,8 @@ import pytest
 from server_toys import HELLO, scripted, text_script
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NOT = {"not": {}}  # which no grammar enforces
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -136,21 +138,39 @@ def test_what_cannot_be_enforced_is_refused(server, wrong, stream):
         ({"response_format": {}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-        ({"response_format": {"type": "structural_tag"}}, "structured_outputs"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_..."),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",
         ),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "structured_outputs"),
-        ({"guided_regex": "["}, "structured_outputs"),
-        ({"guided_json": {"type": "nope"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+        ({"guided_regex": "["}, "guided_regex"),
+        ({"guided_json": {"type": "nope"}}, "guided_json"),
     ],
 )
 def test_other_fields_that_are_refused(server, fields, param):
     """Case B128."""
-    reply = server.chat(**fields)
-    assert (reply.status, reply.error["param"]) == (400, param)
+    for reply in (server.chat(**fields), server.complete(**fields)):
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert reply.error["message"].startswith(param) or param in ("structured_outputs", "guided_...")
+
+
+@pytest.mark.parametrize("template", [PLAIN, PLAIN + "{{ '<think></think>' if false }}"])
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}}, "response_format"),
+        ({"guided_json": NOT}, "guided_json"),
+        ({"structured_outputs": {"json": NOT}}, "structured_outputs: json"),
+    ],
+)
+def test_a_refusal_has_the_name_that_was_sent(template, fields, name):
+    """Also of a model that reasons before it says what is bound."""
+    with scripted(text_script("x"), template=template) as server:
+        error = server.chat(**fields).error
+    assert error["param"] == name.partition(":")[0]
+    assert error["message"].startswith(f"{name}: these keywords are not supported")
 
 
 def test_lenient_is_told(server):

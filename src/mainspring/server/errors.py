@@ -3,15 +3,21 @@ has that of an API which has its own.)
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": <the status>}}
 
+`code` is another thing where clients look for one: `context_length_exceeded`.
+
 Rules.
 1. Whatever is raised while a request is served becomes an `ApiError` by `as_api_error`, and that is what is
    sent: before the headers as a response, after them as an event of the stream.
 2. A message is bounded and one line. It quotes little of what was sent, so a small mistake in a big request
    has a small answer (case B143).
 3. Only what is our own fault is logged with its traceback.
+4. A refusal names what was sent. Where a request became another one inside, `reworded` puts the names back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -48,7 +54,7 @@ class ErrorInfo(msgspec.Struct):
     message: str
     type: str
     param: str | None  # the field at fault, where one is
-    code: int
+    code: int | str
 
 
 class ErrorReply(msgspec.Struct):
@@ -57,6 +63,8 @@ class ErrorReply(msgspec.Struct):
 
 class ApiError(Exception):
     """A refusal or a failure. `param`: the field at fault; `retry_after_s`: when to try again."""
+
+    code: str | None = None  # where it is not the status
 
     def __init__(
         self,
@@ -78,7 +86,38 @@ class ApiError(Exception):
     @property
     def reply(self) -> ErrorReply:
         kind = TYPES.get(self.status, "Error")
-        return ErrorReply(ErrorInfo(self.message, kind, self.param, self.status))
+        return ErrorReply(ErrorInfo(self.message, kind, self.param, self.code or self.status))
+
+    def saying(self, message: str, param: str | None) -> ApiError:
+        """The same in other words."""
+        other = ApiError(self.status, message, param, headers=self.headers)
+        other.code = self.code
+        return other
+
+
+class PromptTooLong(ApiError):
+    """Clients that know what to do then (to sum a conversation up, say) know it by its code or its words."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, name: str, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens, and {name} has {num_tokens}, "
+            f"which leaves no room for an answer; shorten {name}, or raise --max-model-len",
+            name,
+        )
+        self.num_tokens = num_tokens
+        self.max_num_tokens = max_model_len - 1  # room for a token of answer
+
+
+@contextmanager
+def reworded(rename: Callable[[ApiError], ApiError]) -> Iterator[None]:
+    """Refusals and failures of what is done here, in other words."""
+    try:
+        yield
+    except (ApiError, EngineError) as error:
+        raise rename(as_api_error(error)) from None
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -93,7 +132,9 @@ def as_api_error(error: BaseException) -> ApiError:
         case EngineDeadError():
             return ApiError(503, str(error), retry_after_s=LOADING_RETRY_AFTER_S)
         case RecursionError():
-            return ApiError(400, "the request is nested too deeply; expected fewer lists inside of lists")
+            return ApiError(
+                400, "the request is nested too deeply; expected fewer lists inside of lists", "body"
+            )
         case EngineError():
             return ApiError(500, str(error))
     logger.error("a request failed in the server", exc_info=error)

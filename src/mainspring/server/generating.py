@@ -21,14 +21,14 @@ from mainspring.server.beam import make_search, search_all
 from mainspring.server.chat import ChatWriter
 from mainspring.server.completions import CompletionWriter
 from mainspring.server.conversation import converse
-from mainspring.server.errors import ApiError
+from mainspring.server.errors import ApiError, reworded
 from mainspring.server.http import JSONReply, while_connected
 from mainspring.server.logprobs import TokenNames
 from mainspring.server.prompts import TokenPrompt, completion_prompts, is_long, off_loop_if
 from mainspring.server.reading import answer_id, data_parallel_rank_of, priority_of, read
 from mainspring.server.refused import refuse_unsupported
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from mainspring.server.sampling import completion_params
+from mainspring.server.sampling import completion_params, named
 from mainspring.server.service import Service
 from mainspring.server.writing import Head, Reporting, Writer
 
@@ -42,18 +42,19 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     llm = generator(service)
     body = await read(service, request, ChatRequest)
     model = service.check_model(body.model)
-    talk = await converse(service, llm, body)
-    head = _head(service, request, body, "chatcmpl", model)
-    writer = ChatWriter(
-        body,
-        talk.prompt,
-        talk.reading,
-        head,
-        _names(service, body),
-        _reporting(service, body),
-        service.settings.response_role,
-    )
-    return await _answer(service, llm, request, body, head, [talk.prompt], talk.params, writer)
+    with reworded(lambda error: named(error, body)):
+        talk = await converse(service, llm, body)
+        head = _head(service, request, body, "chatcmpl", model)
+        writer = ChatWriter(
+            body,
+            talk.prompt,
+            talk.reading,
+            head,
+            _names(service, body),
+            _reporting(service, body),
+            service.settings.response_role,
+        )
+        return await _answer(service, llm, request, body, head, [talk.prompt], talk.params, writer)
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -61,17 +62,18 @@ async def create_completion(service: Service, request: Request) -> Response:
     body = await read(service, request, CompletionRequest)
     model = service.check_model(body.model)
     refuse_unsupported(body)
-    params = completion_params(body, service.sampling_defaults, llm.max_model_len)
 
     def render() -> list[TokenPrompt]:
         return completion_prompts(body, service.chats.tokenizer, llm.max_model_len)
 
-    prompts = await off_loop_if(is_long(body.prompt), render)
-    head = _head(service, request, body, "cmpl", model)
-    writer = CompletionWriter(
-        body, prompts, head, _names(service, body), _reporting(service, body), _decoder(service)
-    )
-    return await _answer(service, llm, request, body, head, prompts, params, writer)
+    with reworded(lambda error: named(error, body)):
+        params = completion_params(body, service.sampling_defaults, llm.max_model_len)
+        prompts = await off_loop_if(is_long(body.prompt), render)
+        head = _head(service, request, body, "cmpl", model)
+        writer = CompletionWriter(
+            body, prompts, head, _names(service, body), _reporting(service, body), _decoder(service)
+        )
+        return await _answer(service, llm, request, body, head, prompts, params, writer)
 
 
 async def _answer(

@@ -8,10 +8,9 @@ import secrets
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.base.errors import RequestError
 from mainspring.server.answering import Framing, answer, typed_event
 from mainspring.server.conversation import converse
-from mainspring.server.errors import ApiError, as_api_error
+from mainspring.server.errors import ApiError, reworded
 from mainspring.server.generating import LOAD, LOAD_FORMAT, generator, load_report, make_question
 from mainspring.server.http import JSONReply
 from mainspring.server.messages_errors import as_reply
@@ -20,6 +19,7 @@ from mainspring.server.messages_types import CountTokensRequest, MessagesRequest
 from mainspring.server.messages_writing import MessagesWriter
 from mainspring.server.prompts import chat_prompt, is_long, off_loop_if
 from mainspring.server.reading import answer_id, read
+from mainspring.server.sampling import named
 from mainspring.server.service import Service
 
 
@@ -29,22 +29,23 @@ async def create_message(service: Service, request: Request) -> Response:
     body = await read(service, request, MessagesRequest)
     model = service.check_model(body.model)
     chat = as_chat(body)
-    try:
+    # Clients of this API send the limit of a model that they know: one that is too high is no mistake.
+    chat.max_tokens = min(body.max_tokens, llm.max_model_len)
+    with reworded(lambda error: renamed(named(error, chat), body)):
         talk = await converse(service, llm, chat)
-    except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error), body) from None
-    name = f"msg_{answer_id(request, None)}"
-    reading = talk.reading
-    writer = MessagesWriter(
-        name,
-        model,
-        reading.reader(),
-        reading.call_id if reading.short_ids else _call_id,
-        shows_thinking=chat.include_reasoning is not False,
-    )
-    question = make_question(request, name, [talk.prompt], talk.params, None, body.cache_salt)
-    keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
-    reply = await answer(llm, request, question, writer, keep_alive_s, _framing(request.state.request_id))
+        name = f"msg_{answer_id(request, None)}"
+        reading = talk.reading
+        writer = MessagesWriter(
+            name,
+            model,
+            reading.reader(),
+            reading.call_id if reading.short_ids else _call_id,
+            shows_thinking=chat.include_reasoning is not False,
+        )
+        question = make_question(request, name, [talk.prompt], talk.params, None, body.cache_salt)
+        keep_alive_s = service.settings.sse_keep_alive_interval if body.stream else None
+        framing = _framing(request.state.request_id)
+        reply = await answer(llm, request, question, writer, keep_alive_s, framing)
     if (load := load_report(llm, request.headers.get(LOAD_FORMAT))) is not None:
         reply.headers[LOAD] = load
     return reply
@@ -56,12 +57,10 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body = await read(service, request, CountTokensRequest)
     service.check_model(body.model)
     chat = as_chat(body)
-    try:
+    with reworded(lambda error: renamed(error, body)):
         prompt = await off_loop_if(
             bool(chat.tools) or is_long(chat.messages), lambda: chat_prompt(chat, service.chats)
         )
-    except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error), body) from None
     return JSONReply(TokenCount(len(prompt.token_ids)))
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from mainspring.server.errors import ApiError, shown
+from mainspring.server.errors import ApiError, PromptTooLong, shown
 from mainspring.server.messages_types import CountTokensRequest, MessagesRequest, OutputFormat
 from mainspring.server.requests import ChatRequest, JsonSchemaFormat, ResponseFormat
 
@@ -46,7 +46,6 @@ SHARED = (
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
-    "structured_outputs": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -57,13 +56,20 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def renamed(error: ApiError, body: CountTokensRequest) -> ApiError:
     """A chat's refusal, in the words of this API."""
+    if isinstance(error, PromptTooLong):  # clients look for these words
+        words = f"prompt is too long: {error.num_tokens} tokens > {error.max_num_tokens} maximum"
+        return error.saying(words, error.param)
     names = dict(NAMES)
     if body.thinking is not None and body.thinking.type == "disabled":
         names["reasoning_effort"] = "thinking.type"
+    if body.output_config is None or body.output_config.format is None:
+        names["response_format"] = "output_format"
     # What has no `_` may be a word like others.
     meant = [name for name in names if "_" in name or name == error.param]
     words = re.sub(rf"\b({'|'.join(meant)})\b", lambda found: names[found[0]], error.message)
-    return ApiError(error.status, words, names.get(error.param or "", error.param))
+    if error.param == "tools":
+        words = re.sub(r"^(tools\[\d+\] .*?: )parameters\b", r"\1input_schema", words)
+    return error.saying(words, names.get(error.param or "", error.param))
 
 
 # -- messages ------------------------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ def _refuse(words: str, param: str = "messages") -> NoReturn:
 def as_chat(body: CountTokensRequest) -> ChatRequest:
     """The same question, asked of `/v1/chat/completions`. Raises `ApiError`."""
     for name, words in REFUSED.items():
-        if getattr(body, name):
+        if _asks(getattr(body, name)):
             _refuse(f"{name}: {words}", name)
     messages = messages_of(body.system, body.messages)
     goes_on = bool(messages) and messages[-1]["role"] == "assistant"
@@ -208,6 +214,11 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
         for name in SHARED:
             setattr(chat, name, getattr(body, name))
     return chat
+
+
+def _asks(value: Any) -> bool:
+    """An object of nothing asks for nothing."""
+    return any(map(_asks, value.values())) if isinstance(value, dict) else bool(value)
 
 
 def _tools(body: CountTokensRequest) -> tuple[list[dict[str, Any]] | None, Any]:

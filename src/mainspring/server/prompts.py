@@ -13,7 +13,7 @@ from mainspring.base.params import MAX_N
 from mainspring.frontend.chat_template import ChatTemplate
 from mainspring.frontend.manner import AUTO, Manner, manner_of
 from mainspring.frontend.tokenizer import Tokenizer
-from mainspring.server.errors import ApiError
+from mainspring.server.errors import ApiError, PromptTooLong
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
 T = TypeVar("T")
@@ -117,9 +117,13 @@ def _token_prompt(given: Any, tokenizer: Tokenizer | None, add_special_tokens: b
 
 
 def truncated(prompt: TokenPrompt, body: GenerationRequest, max_model_len: int) -> TokenPrompt:
-    """The last `truncate_prompt_tokens` tokens (or the first, by `truncation_side`); -1: what fits."""
+    """The last `truncate_prompt_tokens` tokens (or the first, by `truncation_side`); -1: what fits. Raises
+    `ApiError` for what is too long."""
     keep = body.truncate_prompt_tokens
     if keep is None:
+        if len(prompt.token_ids) >= max_model_len:
+            name = "messages" if isinstance(body, ChatRequest) else "prompt"
+            raise PromptTooLong(name, len(prompt.token_ids), max_model_len)
         return prompt
     most = max_model_len - 1  # room for a token of answer
     keep = most if keep == -1 else keep
@@ -166,7 +170,7 @@ def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPromp
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     effort = _effort(body.reasoning_effort, template.source) if isinstance(body, ChatRequest) else {}
     options = {**chats.template_kwargs, **effort, **kwargs}
-    if isinstance(body, ChatRequest | TokenizeRequest) and body.tools is not None:
+    if body.tools:
         options["tools"] = body.tools
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     text = template.render(messages, begins, goes_on, **options)

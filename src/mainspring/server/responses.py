@@ -19,13 +19,12 @@ from contextlib import AsyncExitStack
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mainspring.base.errors import RequestError
 from mainspring.base.outputs import CompletionOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM, RequestStream
 from mainspring.server.answering import ByteStream, EventStream, Framing, Question, ask, named_event
-from mainspring.server.conversation import Conversation, Reading, converse
-from mainspring.server.errors import ApiError, as_api_error
+from mainspring.server.conversation import Reading, converse
+from mainspring.server.errors import ApiError, as_api_error, reworded
 from mainspring.server.generating import LOAD, LOAD_FORMAT, generator, load_report, make_question
 from mainspring.server.http import JSONReply, cancelled, while_connected
 from mainspring.server.logprobs import TokenNames, chat_logprobs
@@ -36,13 +35,13 @@ from mainspring.server.responses_store import StoredResponse
 from mainspring.server.responses_types import (
     Deleted,
     InputItemList,
-    Item,
     ResponseEvent,
     ResponsesReply,
     ResponsesRequest,
     name_of,
 )
 from mainspring.server.responses_writing import LogprobsOf, ResponsesWriter
+from mainspring.server.sampling import named
 from mainspring.server.service import Service
 
 # field -> what to say where it asks for something
@@ -80,21 +79,30 @@ async def create_response(service: Service, request: Request) -> Response:
     _judge(service, body)
     before = None if body.previous_response_id is None else _previous(service, body.previous_response_id)
     given = judged_items(body.input, service.responses.item)
-    talk = await _converse(service, llm, body, before, given)
-    response_id = f"resp_{uuid.uuid4().hex}"
-    writer = ResponsesWriter(
-        _beginning(response_id, model, body, talk.params),
-        talk.reading.reader(),
-        talk.reading.call_id if talk.reading.short_ids else _call_id,
-        _logprobs_of(service, body, talk.reading),
-        body.include_reasoning is not False,
-    )
-    stored = None
-    if service.responses.is_on and body.store is not False:
-        keeps_events = bool(body.background and body.stream)
-        stored = StoredResponse(writer, before, given, keeps_events=keeps_events)
-    question = make_question(request, response_id, [talk.prompt], talk.params, body.priority, body.cache_salt)
-    reply = await _answer(service, llm, request, body, question, writer, stored)
+    items = given if before is None else [*before.items, *before.said, *given]
+    chat = as_chat(body, items, llm.max_model_len)
+    if not chat.messages:
+        raise ApiError(400, "input says nothing: reasoning without text is no message; send one", "input")
+    with reworded(lambda error: renamed(named(error, chat))):
+        talk = await converse(service, llm, chat)
+        if body.background:
+            talk.params.output_kind = RequestOutputKind.DELTA  # whoever asks for it sees how far it is
+        response_id = f"resp_{uuid.uuid4().hex}"
+        writer = ResponsesWriter(
+            _beginning(response_id, model, body, talk.params),
+            talk.reading.reader(),
+            talk.reading.call_id if talk.reading.short_ids else _call_id,
+            _logprobs_of(service, body, talk.reading),
+            body.include_reasoning is not False,
+        )
+        stored = None
+        if service.responses.is_on and body.store is not False:
+            keeps_events = bool(body.background and body.stream)
+            stored = StoredResponse(writer, before, given, keeps_events=keeps_events)
+        question = make_question(
+            request, response_id, [talk.prompt], talk.params, body.priority, body.cache_salt
+        )
+        reply = await _answer(service, llm, request, body, question, writer, stored)
     if (load := load_report(llm, request.headers.get(LOAD_FORMAT))) is not None:
         reply.headers[LOAD] = load
     return reply
@@ -173,24 +181,6 @@ def _previous(service: Service, response_id: str) -> StoredResponse:
             "previous_response_id",
         )
     return found
-
-
-async def _converse(
-    service: Service,
-    llm: AsyncLLM,
-    body: ResponsesRequest,
-    before: StoredResponse | None,
-    given: list[Item],
-) -> Conversation:
-    """Raises `ApiError`, in the words of this API."""
-    items = given if before is None else [*before.items, *before.said, *given]
-    try:
-        talk = await converse(service, llm, as_chat(body, items, llm.max_model_len))
-    except (ApiError, RequestError) as error:
-        raise renamed(as_api_error(error)) from None
-    if body.background:
-        talk.params.output_kind = RequestOutputKind.DELTA  # whoever asks for it sees how far it is
-    return talk
 
 
 def _beginning(

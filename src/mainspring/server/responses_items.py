@@ -52,7 +52,7 @@ def renamed(error: ApiError) -> ApiError:
     param, words = error.param or "", error.message
     for name in {param, "response_format"} & NAMES.keys():
         words = words.replace(name, NAMES[name])
-    return ApiError(error.status, words, NAMES.get(param, error.param), headers=error.headers)
+    return error.saying(words, NAMES.get(param, error.param))
 
 
 # -- items ---------------------------------------------------------------------------------------------------

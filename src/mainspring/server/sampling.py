@@ -10,12 +10,18 @@ wrong for the API (a temperature above 2).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from mainspring.base.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from mainspring.base.params import (
+    STRUCTURE_KINDS,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from mainspring.server.errors import ApiError
 from mainspring.server.requests import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
 
@@ -133,6 +139,25 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
         (first, _), (second, _), *_ = found
         raise ApiError(400, f"{first} and {second} both say what the text must be; give one", second)
     return found[0][1] if found else None
+
+
+def named(error: ApiError, body: GenerationRequest) -> ApiError:
+    """The engine has one field for what a text must be, and one kind where the model reasons before it: here
+    a refusal gets the names that were sent."""
+    found = _OF_STRUCTURE.match(error.message)
+    if found is None:
+        return error
+    asked = next((name for name in _ASKING if getattr(body, name) not in (None, False)), None)
+    if asked is not None:
+        return error.saying(f"{asked}: {error.message[found.end() :]}", asked)
+    if (given := body.structured_outputs) is not None and found["kind"]:
+        kind = next(name for name in STRUCTURE_KINDS if getattr(given, name) is not None)
+        return error.saying(f"structured_outputs: {kind}: {error.message[found.end() :]}", error.param)
+    return error
+
+
+_OF_STRUCTURE = re.compile(rf"structured_outputs: (?P<kind>({'|'.join(STRUCTURE_KINDS)}): )*")
+_ASKING = ("response_format", *(f"guided_{kind}" for kind in STRUCTURE_KINDS if kind != "structural_tag"))
 
 
 def _of_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
