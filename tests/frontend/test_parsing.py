@@ -311,7 +311,8 @@ def test_a_list_that_ends_otherwise():
 def test_a_named_call_is_all_of_the_text():
     assert said('{"a": "</think>"}', named("f")) == call(0, "f", '{"a": "</think>"}')
     assert said("hm</think>\n\n{}", named("f"), is_open=True) == [Reasoning("hm"), *call(0, "f", "{}")]
-    assert said("", named("f")) == []
+    for text in ("", "<", "<think>", " ["):
+        assert calls_of(said(text, named("f"))) == []
 
 
 # -- reasoning -----------------------------------------------------------------------------------------------

@@ -235,6 +235,15 @@ def test_a_call_that_is_cut():
         json.loads(call["arguments"])
 
 
+def test_a_stop_string_inside_a_call():
+    """The call was not made: it and the response are incomplete. Behind a call it ends nothing early."""
+    for text, status in ((CALL[:50], "incomplete"), (CALL[: CALL.index("\n</tool")], "completed")):
+        answer = CompletionOutput(0, text, [1], finish_reason="stop", stop_reason="x")
+        reply = new_writer().whole([RequestOutput("a", None, [1], [answer], finished=True)])
+        assert (reply.status, reply.output[-1].status) == (status, status)
+        assert reply.incomplete_details is None
+
+
 def test_text_that_began_like_a_call():
     """Case B139: what was held back as a possible call is text, whatever ended the answer."""
     for reason in ENDS:

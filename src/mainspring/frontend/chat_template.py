@@ -221,8 +221,8 @@ def _call(call: object, place: str) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments as a template wants them. A call may have been cut in them, or the model erred: that is part of
-    the conversation too, and the model is shown what it wrote."""
+    """Arguments as a template wants them. A call may have been cut in them, or the model erred: that is a
+    part of the conversation too, and the model is shown what it wrote."""
     try:
         found = json.loads(text) if text.strip() else {}
         # An escape may stand for half a character.

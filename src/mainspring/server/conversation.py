@@ -10,7 +10,7 @@ Rules.
    tools is not told of them in another way, as in vLLM: the grammar alone makes it call.
 3. An answer's reason to end: length, if it was cut, whatever it says; `tool_calls`, if it has called of its
    own accord or had to call some tool; `stop` otherwise, also where it had to call a certain tool (case
-   B137).
+   B137), and where a stop string has cut a call: nobody may take that for one that was made.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class AnswerReader:
 
     def __init__(self, reading: Reading) -> None:
         self._use = reading.use
+        self._has_cut_call = False  # by a stop string
         self._parser = None  # where all is content
         if reading.tool_format is not None or reading.reasoning_format is not None:
             self._parser = AnswerParser(
@@ -83,6 +84,7 @@ class AnswerReader:
             return [Content(answer.text)] if answer.text else []
         events = self._parser.feed(answer.text) if answer.text else []
         if answer.finish_reason is not None:
+            self._has_cut_call = self._parser.in_call and isinstance(answer.stop_reason, str)
             events += self._parser.finish()
         if self._counter is not None:
             self._counter.add(answer.token_ids)
@@ -102,7 +104,8 @@ class AnswerReader:
 
     def finish_reason(self, given: str | None) -> str | None:
         """See rule 3; `given` is the engine's."""
-        if given == "stop" and self.has_calls and self._use.choice != "named":
+        is_made = self.has_calls and not self._has_cut_call
+        if given == "stop" and is_made and self._use.choice != "named":
             return "tool_calls"
         return given
 
@@ -135,7 +138,7 @@ async def converse(service: Service, llm: AsyncLLM, body: ChatRequest) -> Conver
         prompt = chat_prompt(body, chats)
         demand = Demand(None, None)
         if use.tools:
-            demand = demanded(use.tools, use.tool_choice, use.parallel, manner.tool_format)
+            demand = demanded(use.tools, use.tool_choice, use.parallel, manner.tool_format, chats.specials)
         reading = _reading(chats, manner, body, use, demand.tool_format, prompt.text or "")
         _bind(params, body, reading, demand.structured_outputs, chats.specials)
         return Conversation(truncated(prompt, body, llm.max_model_len), params, reading)

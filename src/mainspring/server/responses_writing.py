@@ -163,7 +163,11 @@ class ResponsesWriter:
                 yield self._finish("incomplete", Incomplete)
             case _:
                 yield from self._close_last("completed")
-                yield self._finish("completed", Completed)
+                # A stop string may have cut a call, which then was not made.
+                if isinstance(answer.stop_reason, str) and self._done[-1].status == "incomplete":
+                    yield self._finish("incomplete", Incomplete)
+                else:
+                    yield self._finish("completed", Completed)
 
     def _close_last(self, status: ItemStatus) -> Events:
         if self._open is None and not self._done:

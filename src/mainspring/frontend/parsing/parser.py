@@ -70,6 +70,11 @@ class AnswerParser:
         """Whether text that comes next is reasoning, unless it is a tag."""
         return self._telling.kind is Reasoning
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call was begun and is not over."""
+        return self._telling.in_call
+
     def feed(self, text: str) -> list[Event]:
         """What is certain with the next piece."""
         self._reader.add(text)
@@ -162,7 +167,7 @@ def _may_begin(form: Form, first: str) -> bool:
         return False
     if form.opening:
         return first == form.opening
-    return first == "{" if form.call is Call.OBJECT else True
+    return first == "{" if form.call in (Call.OBJECT, Call.ARGUMENTS) else True
 
 
 def _call(reader: Reader, telling: Telling, calls: ToolFormat, form: Form) -> Reading[None]:
