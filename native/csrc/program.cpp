@@ -402,10 +402,13 @@ struct AttentionStep final : Step {
 // ---- products -----------------------------------------------------------------------------------------------
 
 // A unit of a product: some rows by some panels of 16 columns. Rows go round fastest, so that threads work on the
-// same weights at a time.
+// same weights at a time. Every tile of a unit's rows walks all its panels, and at the end of that walk what is asked
+// for ahead is not what comes next: the more panels, the better, as long as there are units for all threads.
+constexpr int kMostPanels = 8, kManyRows = 256;
+
 struct Cut {
   Cut(int num_rows, int num_panels) : num_rows(num_rows), num_panels(num_panels) {
-    panels = num_panels >= 64 || num_rows > 8 ? 4 : 2;
+    panels = num_rows >= kManyRows ? kMostPanels : num_panels >= 64 || num_rows > 8 ? 4 : 2;
     rows = std::min(num_rows, kRowsPerUnit);
     row_units = (num_rows + rows - 1) / rows;
     count = row_units * ((num_panels + panels - 1) / panels);
@@ -479,7 +482,7 @@ struct GatedStep final : Step {
     const Cut c = cut(machine);
     const int row = c.row(unit), rows = c.rows_of(unit), panel = c.panel(unit), panels = c.panels_of(unit);
     float* a = machine.scratch(thread);
-    float* b = a + kRowsPerUnit * 4 * kLanes;
+    float* b = a + kRowsPerUnit * kMostPanels * kLanes;
     const Buffer& source = machine.buffer(x);
     const int first = panel * kLanes, pitch = panels * kLanes;  // whole panels: a part's rows are whole blocks
     machine.kernels.linear(*gate, input_of(source, *gate), row, rows, panel, panels, {a, pitch, false});
