@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from server_toys import TOY, fake, is_idle, scripted, text_script, wait_until
@@ -223,6 +224,20 @@ def test_what_is_refused(server, fields, param):
     """Cases B064, B095, B100: by name, before the engine hears of it."""
     reply = server.complete(**{"prompt": "hello"} | fields)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_what_is_far_too_long_is_not_read_to_its_end(server, monkeypatch):
+    """Unless it is to be cut."""
+    monkeypatch.setattr(TOY, "encode", lambda *given: [120] * 1000)
+    monkeypatch.setattr(TOY, "encode_chat", lambda *given: [120] * 1000)
+    for ask in (
+        server.complete,
+        lambda text, **fields: server.chat([{"role": "user", "content": text}], **fields),
+    ):
+        error = ask("x" * 200_000).error
+        assert re.search(r"has at least \d{4,5}, which leaves no room", error["message"])
+        assert "has 1000" in ask("x" * 600).error["message"]
+        assert ask("x" * 200_000, truncate_prompt_tokens=-1).status == 200
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 2, 100])

@@ -440,6 +440,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search"}
         ),
         ({"system": "x" * 600}, r"^prompt is too long: \d{3} tokens > 511 maximum$"),
         ({"system": "x" * 600, "max_tokens": 100_000}, "^prompt is too long: "),
+        ({"system": "x" * 200_000}, r"^prompt is too long: \d{4,5} tokens > 511 maximum$"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "no tool is called so"),

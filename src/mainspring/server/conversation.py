@@ -135,7 +135,7 @@ async def converse(service: Service, llm: AsyncLLM, body: ChatRequest) -> Conver
 
     def make() -> Conversation:
         manner = chats.manner(body.chat_template)
-        prompt = chat_prompt(body, chats)
+        prompt = chat_prompt(body, chats, llm.max_model_len)
         demand = Demand(None, None)
         if use.tools:
             demand = demanded(use.tools, use.tool_choice, use.parallel, manner.tool_format, chats.specials)

@@ -100,11 +100,13 @@ class PromptTooLong(ApiError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, name: str, num_tokens: int, max_model_len: int) -> None:
+    def __init__(self, name: str, num_tokens: int, max_model_len: int, *, is_exact: bool = True) -> None:
+        """`num_tokens`: at least so many, unless `is_exact`."""
+        count = f"{num_tokens}" if is_exact else f"at least {num_tokens}"
         super().__init__(
             400,
-            f"This model's maximum context length is {max_model_len} tokens, and {name} has {num_tokens}, "
-            f"which leaves no room for an answer; shorten {name}, or raise --max-model-len",
+            f"This model's maximum context length is {max_model_len} tokens, and {name} has {count}, which "
+            f"leaves no room for an answer; shorten {name}, or raise --max-model-len",
             name,
         )
         self.num_tokens = num_tokens

@@ -89,8 +89,10 @@ def completion_prompts(
     each = max(body.n or 1, body.best_of or 1)
     if len(separate) * each > MAX_N:
         raise ApiError(400, f"{len(separate)} prompts with {each} answers each are more than {MAX_N}", "n")
-    prompts = [_token_prompt(given, tokenizer, body.add_special_tokens is not False) for given in separate]
-    return [truncated(prompt, body, max_model_len) for prompt in prompts]
+    return [
+        truncated(_token_prompt(given, tokenizer, body, max_model_len), body, max_model_len)
+        for given in separate
+    ]
 
 
 def _separate(given: Any) -> list[Any]:
@@ -104,7 +106,9 @@ def _separate(given: Any) -> list[Any]:
     return list(given)
 
 
-def _token_prompt(given: Any, tokenizer: Tokenizer | None, add_special_tokens: bool) -> TokenPrompt:
+def _token_prompt(
+    given: Any, tokenizer: Tokenizer | None, body: CompletionRequest, max_model_len: int
+) -> TokenPrompt:
     if isinstance(given, int):
         raise ApiError(400, "prompt mixes token ids with other prompts", "prompt")
     if isinstance(given, list):
@@ -113,7 +117,9 @@ def _token_prompt(given: Any, tokenizer: Tokenizer | None, add_special_tokens: b
                 400, "prompt must be a text, a list of texts, token ids or a list of these", "prompt"
             )
         return TokenPrompt(None, given)
-    return TokenPrompt(given, needed(tokenizer).encode(given, add_special_tokens))
+    tokenizer = needed(tokenizer)
+    _refuse_far_too_long(given, tokenizer, body, max_model_len)
+    return TokenPrompt(given, tokenizer.encode(given, body.add_special_tokens is not False))
 
 
 def truncated(prompt: TokenPrompt, body: GenerationRequest, max_model_len: int) -> TokenPrompt:
@@ -122,8 +128,7 @@ def truncated(prompt: TokenPrompt, body: GenerationRequest, max_model_len: int) 
     keep = body.truncate_prompt_tokens
     if keep is None:
         if len(prompt.token_ids) >= max_model_len:
-            name = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise PromptTooLong(name, len(prompt.token_ids), max_model_len)
+            raise PromptTooLong(_name(body), len(prompt.token_ids), max_model_len)
         return prompt
     most = max_model_len - 1  # room for a token of answer
     keep = most if keep == -1 else keep
@@ -141,6 +146,19 @@ def truncated(prompt: TokenPrompt, body: GenerationRequest, max_model_len: int) 
     return TokenPrompt(None, kept)
 
 
+def _refuse_far_too_long(
+    text: str, tokenizer: Tokenizer, body: GenerationRequest, max_model_len: int
+) -> None:
+    """What is too long whatever its tokens are need not be cut into them. Raises `ApiError`."""
+    fewest = 0 if body.truncate_prompt_tokens is not None else tokenizer.fewest_tokens(text)
+    if fewest >= max_model_len:
+        raise PromptTooLong(_name(body), fewest, max_model_len, is_exact=False)
+
+
+def _name(body: GenerationRequest) -> str:
+    return "messages" if isinstance(body, ChatRequest) else "prompt"
+
+
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise ApiError(
@@ -152,8 +170,10 @@ def needed(tokenizer: Tokenizer | None) -> Tokenizer:
 # -- chats ---------------------------------------------------------------------------------------------------
 
 
-def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPrompt:
-    """Raises `ApiError` or `RequestError`."""
+def chat_prompt(
+    body: ChatRequest | TokenizeRequest, chats: Chats, max_model_len: int | None = None
+) -> TokenPrompt:
+    """`max_model_len`: of an answer that is to follow. Raises `ApiError` or `RequestError`."""
     tokenizer = needed(chats.tokenizer)
     template = _template(body.chat_template, chats)
     kwargs = dict(body.chat_template_kwargs or {})
@@ -174,6 +194,8 @@ def chat_prompt(body: ChatRequest | TokenizeRequest, chats: Chats) -> TokenPromp
         options["tools"] = body.tools
     messages: Sequence[Mapping[str, Any]] = body.messages or []
     text = template.render(messages, begins, goes_on, **options)
+    if max_model_len is not None and isinstance(body, ChatRequest):
+        _refuse_far_too_long(text, tokenizer, body, max_model_len)
     # BOS comes once, from the template or from the tokenizer, whatever `add_special_tokens` says (case B149).
     return TokenPrompt(text, template.encode(tokenizer, messages, begins, goes_on, **options))
 
