@@ -191,8 +191,20 @@ def test_what_was_held_back_comes_at_the_end():
     for text in ('{"name": "f"', '{"na', "{", " "):
         assert said(text, LLAMA3_JSON) == [Content(text)]
     assert said("[get_weather(", PYTHONIC) == [Content("[get_weather(")]
-    assert said("hm </thi", is_open=True) == [Reasoning("hm </thi")]
+    assert said("hm </thi.", is_open=True) == [Reasoning("hm </thi.")]
     assert said("<thi", is_open=False) == [Content("<thi")]
+
+
+def test_a_tag_that_is_due_and_was_cut_is_no_text():
+    """Case B136: what ends reasoning, or a call; with the white space before it."""
+    for end in range(1, len("</think>")):
+        assert said("hm \n" + "</think>"[:end], is_open=True) == [Reasoning("hm")]
+    f = call(0, "f", "{}")
+    text = 'Ok\n<tool_call>\n{"name": "f", "arguments": {}}\n'
+    for end in range(1, len("</tool_call>")):
+        assert said(text + "</tool_call>"[:end]) == [Content("Ok"), *f]
+    assert said(text + "</tool_call>\n</") == [Content("Ok"), *f, Content("</")]
+    assert said(text + "</tool.") == [Content("Ok"), *f, Content("</tool.")]
 
 
 def test_a_cut_call_is_ended_with_what_it_has():

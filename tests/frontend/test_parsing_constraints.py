@@ -130,6 +130,7 @@ def test_a_tool_that_lists_its_arguments_has_no_others():
     listed = {"properties": {"a": {"type": "object", "properties": {}}}}
     closed = {"type": "object", "additionalProperties": False}
     assert schema_of(**listed) == listed | closed
+    assert schema_of(**listed, minProperties=1) == listed | closed | {"minProperties": 1}
     assert schema_of(**listed, required=["a"], title="f") == listed | closed | {
         "required": ["a"],
         "title": "f",
@@ -249,6 +250,18 @@ def test_special_tokens_cannot_be_said():
     read_as = demanded(strict, "auto", True, LLAMA3_JSON, {"<|python_tag|>"}).tool_format
     text = '<|python_tag|>{"name": "f", "parameters": {}}'
     assert read(text, read_as, random.Random(0)) == [Content(text)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_as_many_arguments_as_are_asked_for(strict: bool):
+    """Names that are listed can be counted, in arguments and with `strict` also in what is inside them."""
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 2}
+    inside = {"type": "object", "properties": {"c": listed}, "required": ["c"]} if strict else listed
+    asked = forced([tool("f", inside, strict=strict)], named_choice("f"), True)
+    assert asked is not None
+    few, enough = '{"a": 1}', '{"a": 1, "b": 2}'
+    assert fits(f'{{"c": {enough}}}' if strict else enough, json=asked.json)
+    assert not fits(f'{{"c": {few}}}' if strict else few, json=asked.json)
 
 
 def deep(levels: int) -> dict[str, Any]:

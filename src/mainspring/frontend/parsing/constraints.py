@@ -43,8 +43,8 @@ Node = dict[str, Any]  # of a structural tag
 
 NO_PARAMETERS: Node = {"type": "object", "properties": {}, "additionalProperties": False}
 # Keywords beside which `properties` alone tell what a tool's arguments are called.
-_LISTING = {"type", "properties", "required", "$defs", "definitions", "$schema", "$id", "$comment"}
-_LISTING |= {"title", "description", "examples", "default", "maxProperties", "strict"}
+_LISTING = {"type", "properties", "required", "minProperties", "maxProperties", "$defs", "definitions"}
+_LISTING |= {"title", "description", "examples", "default", "strict", "$schema", "$id", "$comment"}
 _NAME = re.compile(r"[^\s\"'\\\x00-\x1f\x7f]{1,128}")
 
 

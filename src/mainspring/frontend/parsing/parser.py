@@ -15,6 +15,7 @@ Rule 3. Nothing is lost. What turns out not to be a call comes out as text, as i
         character that cannot be of one; there reading goes on. Once a call was begun (see the rules of
         `json_calls.py` and `python_calls.py`) it is one: what then stands where nothing may is text.
 Rule 4. The end is the end, whatever made it: it gives what was kept back, and a call that was begun is ended.
+        But where a tag is due that ends something, its beginning is not text: the answer was cut in it.
 Rule 5. A piece costs time in proportion to its length; see `pieces_of`.
 Rule 6. Reasoning comes first or not at all. What looks like a call inside it is reasoning, and reasoning
         whose end does not come is all there is. Tags elsewhere are text.
@@ -103,7 +104,7 @@ def _answer(
         yield from _calls(reader, telling, calls)
     tags = _Tags(tag for tag in ((calls.begin, calls.end) if calls is not None else ()) if tag)
     is_open = False  # a tag `end` is due
-    while tag := (yield from tags.next(reader, telling)):
+    while tag := (yield from tags.next(reader, telling, due=calls.end if calls and is_open else "")):
         assert calls is not None, "without a format there are no tags"
         if tag == calls.begin:
             reader.hold()
@@ -130,7 +131,7 @@ def _reasoning(reader: Reader, telling: Telling, reasoning: ReasoningFormat, is_
         if not is_open:
             return
     telling.tag(Reasoning)
-    tag = yield from _Tags([reasoning.end]).next(reader, telling)
+    tag = yield from _Tags([reasoning.end]).next(reader, telling, due=reasoning.end)
     if tag:
         reader.take(reader.at + len(tag))
         telling.tag()
@@ -196,14 +197,19 @@ class _Tags:
         self._whole = re.compile(whole) if tags else None
         self._whole_or_begun = re.compile(rf"{whole}|(?:{begun})\Z") if tags else None
 
-    def next(self, reader: Reader, telling: Telling) -> Reading[str]:
-        """The next tag, which is not taken; "" where the text is over. What stands before it is told."""
+    def next(self, reader: Reader, telling: Telling, due: str = "") -> Reading[str]:
+        """The next tag, which is not taken; "" where the text is over. What stands before it is told, but for
+        the beginning of the tag that is `due`, if the text ends in it."""
         while (yield from reader.peek()):
             pattern = self._whole if reader.is_over else self._whole_or_begun
             match = pattern.search(reader.text, reader.at) if pattern is not None else None
             end = match.start() if match is not None else len(reader.text)
             if end > reader.at:
-                telling.text(reader.take(end))
+                text = reader.take(end)
+                if reader.is_over and due.startswith(text):  # what waited, and all that there was
+                    telling.tag(telling.kind)
+                else:
+                    telling.text(text)
             if match is not None:
                 if self._whole is not None and self._whole.match(reader.text, end):
                     return match[0]
