@@ -103,6 +103,11 @@ struct Product {
       input.encoded = encoded->view();
       for (int row = 0; row < num_rows; ++row)
         kernels.encode({x.data() + int64_t{row} * columns, 0, 1, columns}, encoded->view(), row, 0);
+    } else if (m.view().form == Form::BF16 && !is_wide(activations) && has_bf16(kernels)) {
+      input.rounded.columns = columns;
+      rounded.resize(num_rows * input.rounded.pitch());
+      input.rounded.rows = rounded.data();
+      kernels.round_to_bf16({x.data(), columns, num_rows, columns}, input.rounded, 0, 0);
     } else {
       input.rows = x.data();
     }
@@ -125,6 +130,7 @@ struct Product {
   const PackedMatrix& matrix;
   int num_rows;
   std::unique_ptr<EncodedRows> encoded;
+  std::vector<uint16_t> rounded;
   Input input{};
 };
 

@@ -52,6 +52,12 @@ void allocate_kv(Machine& machine, int64_t num_blocks, int block_size, int64_t b
 
 void release_kv(Machine& machine) { machine.allocate_kv({}, {}); }
 
+void want(Machine& machine, int buffer, bool rows, bool encoded, bool rounded) {
+  if (rounded && !has_bf16(machine.kernels))
+    throw std::invalid_argument("rows rounded to bf16 on a processor without products of them");
+  machine.want(buffer, rows, encoded, rounded);
+}
+
 Rows buffer_rows(Machine& machine, int id) {
   Buffer& buffer = machine.buffer(id);
   if (!buffer.rows) throw std::invalid_argument("this buffer holds no floats");
@@ -177,7 +183,10 @@ void bind_program(nb::module_& m) {
       "GOP/s of a small product, by some milliseconds of one thread.");
   m.def(
       "has_bf16", [](const std::string& name) { return has_bf16(variant_named(name)); }, "variant"_a,
-      "Whether K and V may be bf16, multiplied in pairs: a matter of the variant and of this processor.");
+      "Whether products of pairs of bf16 are to be had: a matter of the variant and of this processor.");
+  m.def(
+      "bf16_pays", [](const std::string& name) { return bf16_pays(variant_named(name)); }, "variant"_a,
+      "Whether they are the faster ones, by a millisecond of one thread.");
   m.def("num_usable_cpus", &num_usable_cpus, "proc"_a = "/proc", "cgroups"_a = "/sys/fs/cgroup",
         "CPUs of the affinity mask, limited by the quotas of control groups.");
 
@@ -191,7 +200,7 @@ void bind_program(nb::module_& m) {
           },
           "pool"_a, "variant"_a, "int16"_a)
       .def("add_buffer", &Machine::add_buffer, "width"_a, "copies"_a = 1)
-      .def("want", &Machine::want, "buffer"_a, "rows"_a, "encoded"_a)
+      .def("want", &want, "buffer"_a, "rows"_a, "encoded"_a, "rounded"_a)
       .def("reserve", &Machine::reserve, "num_rows"_a)
       .def("add_rope", &Machine::add_rope, "frequencies"_a, "amplitude"_a)
       .def("attention_plan", &attention_plan, "group"_a, "num_heads"_a, "num_kv_heads"_a, "head_size"_a, "scale"_a,

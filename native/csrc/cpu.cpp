@@ -40,16 +40,15 @@ const Kernels& variant_named(const std::string& name) {
   throw std::invalid_argument("there is no variant " + name);
 }
 
-double measure(const Kernels& variant) {
-  // 12 rows by 64 outputs of 512 inputs: all of it stays in the first-level cache, or nearly.
-  constexpr int kRows = 12, kPanels = 4, kColumns = 512, kBlocks = kColumns / kBlock, kRounds = 16, kWindows = 12;
-  alignas(64) static uint8_t codes[kPanels * kLanes * kColumns / 2];
-  alignas(64) static uint16_t scales[kPanels * kLanes * kBlocks];
-  alignas(64) uint8_t records[kRows / kPair * kBlocks * record_bytes(false)] = {};
+namespace {
+
+// Work to look at: all of it stays in the first-level cache, or nearly.
+constexpr int kRows = 12, kPanels = 4, kColumns = 512;
+
+double operations_per_ns(const Kernels& variant, const Matrix& matrix, const Input& input) {
+  constexpr int kRounds = 16, kWindows = 12;
   alignas(64) float tile[kRows * kPanels * kLanes];
   const Output out{tile, kPanels * kLanes, false};
-  const Matrix matrix{Form::Q4, kPanels * kLanes, kColumns, 8, codes, scales, nullptr, kLanes * kColumns / 2};
-  const Input input{nullptr, {records, kColumns, false}};
   double best_ns = std::numeric_limits<double>::infinity();
   for (int window = 0; window < kWindows; ++window) {
     const auto start = std::chrono::steady_clock::now();
@@ -58,6 +57,28 @@ double measure(const Kernels& variant) {
     best_ns = std::min(best_ns, taken.count());
   }
   return 2.0 * kRows * kPanels * kLanes * kColumns * kRounds / best_ns;
+}
+
+}  // namespace
+
+double measure(const Kernels& variant) {
+  constexpr int kBlocks = kColumns / kBlock;
+  alignas(64) static uint8_t codes[kPanels * kLanes * kColumns / 2];
+  alignas(64) static uint16_t scales[kPanels * kLanes * kBlocks];
+  alignas(64) uint8_t records[kRows / kPair * kBlocks * record_bytes(false)] = {};
+  const Matrix matrix{Form::Q4, kPanels * kLanes, kColumns, 8, codes, scales, nullptr, kLanes * kColumns / 2};
+  return operations_per_ns(variant, matrix, {nullptr, {records, kColumns, false}, {}});
+}
+
+bool bf16_pays(const Kernels& variant) {
+  if (!has_bf16(variant)) return false;
+  constexpr double kWorthIt = 1.25;  // of rounding more; the rates differ by a factor of two, this way or that
+  alignas(64) static uint8_t codes[kPanels * kLanes * kColumns * 2];
+  alignas(64) static float rows[kRows * kColumns];
+  const Matrix matrix{Form::BF16, kPanels * kLanes, kColumns, 0, codes, nullptr, nullptr, kLanes * kColumns * 2};
+  const Rounded rounded{reinterpret_cast<uint16_t*>(rows), kColumns};
+  return operations_per_ns(variant, matrix, {nullptr, {}, rounded}) >
+         kWorthIt * operations_per_ns(variant, matrix, {rows, {}, {}});
 }
 
 namespace {

@@ -11,7 +11,9 @@ namespace mainspring {
 // All compiled variants, slowest first.
 const std::vector<const Kernels*>& all_variants();
 bool can_run(const Kernels& variant);  // by cpuid and what the system saves of the registers
-bool has_bf16(const Kernels& variant);  // whether it has, and this processor runs, attention in KVForm::BF16
+bool has_bf16(const Kernels& variant);  // whether it has, and this processor runs, products of pairs
+// Whether they are the faster ones, by a short look: some processors multiply pairs at half the rate of floats.
+bool bf16_pays(const Kernels& variant);
 // Throws std::invalid_argument where there is none of that name, or this processor cannot run it.
 const Kernels& variant_named(const std::string& name);
 // Operations per nanosecond of a small product of 4-bit weights: what a short look says of a variant's speed.

@@ -126,6 +126,11 @@ void copy_encoded(const Encoded& from, int from_row, const Encoded& to, int to_r
   }
 }
 
+void copy_rounded(const Rounded& from, int from_row, const Rounded& to, int to_row) {
+  const int64_t pitch = from.pitch();
+  std::memcpy(to.rows + to_row * pitch, from.rows + from_row * pitch, sizeof(uint16_t) * pitch);
+}
+
 struct GatherOp final : RowOp {
   int gathered, x, top_k;
   GatherOp(int gathered, int x, int top_k) : gathered(gathered), x(x), top_k(top_k) {}
@@ -137,6 +142,7 @@ struct GatherOp final : RowOp {
       if (places[k] < 0) continue;
       if (to.rows) std::memcpy(row_of(to, places[k]), row_of(from, row), sizeof(float) * to.width);
       if (to.wants_encoded) copy_encoded(from.encoded, row, to.encoded, places[k]);
+      if (to.wants_rounded) copy_rounded(from.rounded, row, to.rounded, places[k]);
     }
   }
 };

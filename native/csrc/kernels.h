@@ -22,10 +22,12 @@ constexpr int kGroup = 16;  // half a block: weights that share a scale where sc
 
 // How the weights of a matrix are held. Rows of the matrix (outputs) are grouped in panels of kLanes, the last
 // one padded with zeros. Inside a panel:
-//   F32, F16, BF16  [columns][kLanes]: 16 outputs' weights for one input lie side by side.
-//   Q8              [columns / 4][kLanes][4] bytes: four inputs' codes of an output make one 32-bit word.
-//   Q4              [columns / 32][4][kLanes][4] bytes: byte (j, lane, i) of a block of 32 holds in its low
-//                   nibble the code of input 4 * j + i and in its high nibble that of input 16 + 4 * j + i.
+//   F32, F16  [columns][kLanes]: 16 outputs' weights for one input lie side by side.
+//   BF16      [columns / 2, rounded up][kLanes][2]: those for two inputs, as products of pairs want them; the one
+//             after the last input is 0.
+//   Q8        [columns / 4][kLanes][4] bytes: four inputs' codes of an output make one 32-bit word.
+//   Q4        [columns / 32][4][kLanes][4] bytes: byte (j, lane, i) of a block of 32 holds in its low nibble the
+//             code of input 4 * j + i and in its high nibble that of input 16 + 4 * j + i.
 // A code is unsigned. Its value is scale * (code - offset), or scale * code + min where there are mins. No scale
 // is 0: where it was, codes stand for nothing.
 enum class Form : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4 };
@@ -58,7 +60,7 @@ struct RecordTail {
 constexpr int codes_bytes(bool wide) { return kPair * kBlock * (wide ? 2 : 1); }
 constexpr int record_bytes(bool wide) { return codes_bytes(wide) + static_cast<int>(sizeof(RecordTail)); }
 
-// Floats to be encoded: `count` rows of `columns`, a multiple of kBlock, that begin `pitch` floats apart.
+// Floats to be encoded or rounded: `count` rows of `columns` that begin `pitch` floats apart.
 struct Rows {
   const float* at;
   int64_t pitch;
@@ -71,10 +73,21 @@ struct Encoded {
   bool wide;  // 16 bits
 };
 
-// What a linear kernel reads: floats for F32, F16 and BF16 weights, encoded rows for Q8 and Q4.
+// Activations rounded to bf16, for products of pairs: to nearest, ties to even. A row is a whole number of pairs; the
+// number after its last column is 0.
+struct Rounded {
+  uint16_t* rows;  // [rows][pitch()]; null: nothing is rounded
+  int32_t columns;
+
+  int64_t pitch() const { return (int64_t{columns} + 1) / 2 * 2; }
+};
+
+// What a linear kernel reads, one of: floats for F32, F16 and BF16 weights, encoded rows for Q8 and Q4, rounded rows
+// for BF16. The last is only for processors that multiply pairs (has_bf16 of cpu.h).
 struct Input {
   const float* rows;  // [rows][columns], or null
-  Encoded encoded;    // no records where there are rows
+  Encoded encoded;    // or no records
+  Rounded rounded;    // or no rows
 };
 
 // Where a linear kernel writes: place (r, c) is at[r * pitch + c].
@@ -119,7 +132,8 @@ struct AttentionArgs {
   const float* q;  // row t's query heads begin at q + t * q_stride
   int64_t q_stride;
   float* out;  // [tokens][num_heads * head_size]; may be null if encoded.records is not
-  Encoded encoded;  // only where the query heads of a KV head are whole blocks
+  Encoded encoded;  // as well, or no records; only where the query heads of a KV head are whole blocks
+  Rounded rounded;  // likewise
   KVCache cache;
   AttentionShape shape;
   float* partials;  // plan's scratch
@@ -184,8 +198,10 @@ struct Kernels {
   // of the output, for num_rows rows and num_panels panels. What the matrix has no row for is left alone.
   void (*linear)(const Matrix&, const Input&, int row, int num_rows, int panel, int num_panels, const Output&);
 
-  // Encode rows of floats as the columns from `column` on of the rows from `row` on.
+  // Rows of floats become the columns from `column` on of the rows from `row` on: encoded, which takes whole blocks,
+  // or rounded.
   void (*encode)(const Rows&, const Encoded&, int row, int column);
+  void (*round_to_bf16)(const Rows&, const Rounded&, int row, int column);
 
   // out[columns] = row `row` of the matrix.
   void (*embed)(const Matrix&, int row, float* out);

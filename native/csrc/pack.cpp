@@ -244,6 +244,15 @@ const SourceType& find_source(const std::string& name) {
 
 bool is_quantized(Form form) { return form == Form::Q8 || form == Form::Q4; }
 int element_bytes(Form form) { return form == Form::F32 ? 4 : 2; }
+int run_length(Form form) { return form == Form::BF16 ? 2 : 1; }  // columns whose weights of a row are neighbours
+int64_t padded_columns(const Matrix& m) {
+  const int64_t run = run_length(m.form);
+  return (m.columns + run - 1) / run * run;
+}
+int64_t plain_place(const Matrix& m, int64_t lane, int64_t column) {  // in a panel of plain numbers
+  const int64_t run = run_length(m.form);
+  return (column / run * kLanes + lane) * run + column % run;
+}
 int block_code_bytes(Form form) { return form == Form::Q4 ? kBlock / 2 : kBlock; }  // of one row
 int64_t num_panels(const Matrix& m) { return (int64_t{m.rows} + kLanes - 1) / kLanes; }
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -285,7 +294,8 @@ struct Planes {
   uint16_t *scales, *mins;
 };
 
-// Rows [begin, end) of plain numbers, panel by panel; lanes beyond the last row hold zeros.
+// Rows [begin, end) of plain numbers, panel by panel; lanes beyond the last row, and a column beyond the last, hold
+// zeros.
 template <class T>
 void pack_plain(const Matrix& m, uint8_t* memory, const uint8_t* raw, int64_t begin, int64_t end) {
   constexpr int64_t kTile = 64 / sizeof(T);  // columns: a cache line of each row
@@ -293,14 +303,14 @@ void pack_plain(const Matrix& m, uint8_t* memory, const uint8_t* raw, int64_t be
   for (int64_t first = begin; first < end; first += kLanes) {
     auto* to = reinterpret_cast<T*>(memory + first / kLanes * m.codes_stride);
     for (int64_t start = 0; start < columns; start += kTile) {
-      const int64_t stop = std::min(columns, start + kTile);
+      const int64_t stop = std::min(padded_columns(m), start + kTile);
       for (int lane = 0; lane < kLanes; ++lane) {
         const int64_t row = first + lane;
         const uint8_t* from = raw + (row - begin) * columns * sizeof(T);
         for (int64_t c = start; c < stop; ++c) {
           T value = 0;
-          if (row < end) std::memcpy(&value, from + c * sizeof(T), sizeof(T));
-          to[c * kLanes + lane] = value;
+          if (row < end && c < columns) std::memcpy(&value, from + c * sizeof(T), sizeof(T));
+          to[plain_place(m, lane, c)] = value;
         }
       }
     }
@@ -424,7 +434,7 @@ PackedMatrix::PackedMatrix(const std::string& source, int64_t rows, int64_t colu
     mins_offset_ = scales_offset_ + aligned(num_panels(view_) * columns / view_.group * kLanes * 2);
     num_bytes_ = source_->has_mins ? 2 * mins_offset_ - scales_offset_ : mins_offset_;
   } else {
-    view_.codes_stride = columns * element_bytes(view_.form) * kLanes;
+    view_.codes_stride = padded_columns(view_) * element_bytes(view_.form) * kLanes;
     num_bytes_ = num_panels(view_) * view_.codes_stride;
   }
 }
@@ -521,7 +531,7 @@ void PackedMatrix::unpack(float* out) const {
     const uint8_t* codes = m.codes + panel * m.codes_stride;
     for (int64_t c = 0; c < m.columns; ++c, ++out) {
       if (!is_quantized(m.form)) {
-        const uint8_t* from = codes + (c * kLanes + lane) * element_bytes(m.form);
+        const uint8_t* from = codes + plain_place(m, lane, c) * element_bytes(m.form);
         if (m.form == Form::F32) std::memcpy(out, from, 4);
         if (m.form == Form::F16) *out = from_half(load16(from));
         if (m.form == Form::BF16) *out = from_bf16(load16(from));

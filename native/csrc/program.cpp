@@ -61,9 +61,10 @@ int Machine::add_buffer(int width, int copies) {
   return static_cast<int>(buffers_.size()) - 1;
 }
 
-void Machine::want(int id, bool rows, bool encoded) {
+void Machine::want(int id, bool rows, bool encoded, bool rounded) {
   buffers_[id].wants_rows |= rows;
   buffers_[id].wants_encoded |= encoded;
+  buffers_[id].wants_rounded |= rounded;
   buffers_[id].capacity = 0;
 }
 
@@ -74,12 +75,17 @@ void Machine::reserve(int rows) {
     const size_t num_rows = static_cast<size_t>(rows) * buffer.copies;
     const size_t floats = (num_rows * buffer.width + 15) / 16 * 16;
     const size_t num_records = (num_rows + kPair - 1) / kPair * (buffer.width / kBlock);
+    buffer.rounded.columns = buffer.width;
     const size_t float_bytes = buffer.wants_rows ? sizeof(float) * floats : 0;
-    buffer.memory =
-        std::make_shared<Memory>(float_bytes + (buffer.wants_encoded ? num_records * record_bytes(int16) : 0));
+    const size_t encoded_bytes = buffer.wants_encoded ? num_records * record_bytes(int16) : 0;
+    const size_t rounded_bytes = buffer.wants_rounded ? sizeof(uint16_t) * num_rows * buffer.rounded.pitch() : 0;
+    buffer.memory = std::make_shared<Memory>(float_bytes + encoded_bytes + rounded_bytes);
     uint8_t* at = buffer.memory->data();
     buffer.rows = buffer.wants_rows ? reinterpret_cast<float*>(at) : nullptr;
-    buffer.encoded = {buffer.wants_encoded ? at + float_bytes : nullptr, buffer.width, int16};
+    at += float_bytes;
+    buffer.encoded = {buffer.wants_encoded ? at : nullptr, buffer.width, int16};
+    at += encoded_bytes;
+    buffer.rounded.rows = buffer.wants_rounded ? reinterpret_cast<uint16_t*>(at) : nullptr;
   }
 }
 
@@ -337,7 +343,7 @@ struct EncodeOp final : RowOp {
   const char* kind() const override { return "encode"; }
   void run(Machine& machine, int row, float*) const override {
     Buffer& buffer = machine.buffer(x);
-    machine.kernels.encode({row_of(buffer, row), 0, 1, buffer.width}, buffer.encoded, row, 0);
+    encode_if_wanted(machine, buffer, row_of(buffer, row), row, 0, buffer.width);
   }
 };
 
@@ -394,7 +400,7 @@ struct AttentionStep final : Step {
     // A KV head's part of a row is encoded here if it is whole blocks; if not, an EncodeOp follows.
     const bool whole = shape.num_heads / shape.num_kv_heads * shape.head_size % kBlock == 0;
     const AttentionArgs args{machine.plans[plan].plan, q.rows, q.width, result.rows, whole ? result.encoded : Encoded{},
-                             machine.kv[layer], shape, machine.partials.data()};
+                             whole ? result.rounded : Rounded{}, machine.kv[layer], shape, machine.partials.data()};
     machine.kernels.attend(args, unit, machine.scratch(thread));
   }
 };
@@ -452,7 +458,7 @@ struct LinearStep final : Step {
     const Output output = direct ? Output{row_of(buffer, row) + column, buffer.width, into == Into::Add}
                                  : Output{tile, panels * kLanes, false};
     machine.kernels.linear(*part.matrix, input_of(machine.buffer(x), *part.matrix), row, rows, panel, panels, output);
-    if (direct && then.empty() && !buffer.wants_encoded) return;
+    if (direct && then.empty() && !buffer.wants_encoded && !buffer.wants_rounded) return;
     const int count = std::min(panels * kLanes, part.matrix->rows - panel * kLanes);
     for (int r = 0; r < rows; ++r) {
       float* y = output.at + r * output.pitch;
@@ -495,7 +501,7 @@ struct GatedStep final : Step {
     const Buffer& buffer = machine.buffer(out);
     for (int r = 0; buffer.rows && r < rows; ++r)
       std::memcpy(row_of(buffer, row + r) + first, a + r * pitch, sizeof(float) * pitch);
-    if (buffer.wants_encoded) machine.kernels.encode({a, pitch, rows, pitch}, buffer.encoded, row, first);
+    encode_if_wanted(machine, buffer, Rows{a, pitch, rows, pitch}, row, first);
   }
 };
 

@@ -7,8 +7,8 @@
 //   unit, and how many rows or panels a unit has, has no influence on any result: kernels.h sees to that.
 // - Steps that go over a buffer row by row, one after another, become one step: a row goes through all of them while it
 //   is in the nearest cache.
-// - A buffer holds floats, or the same rows encoded for the quantised kernels, or both: whoever records decides, and a
-//   step writes what is there. So encoding costs no pass of its own.
+// - A buffer holds floats, or the same rows encoded for the quantised kernels, or rounded to bf16, or several of these:
+//   whoever records decides, and a step writes what is there. So neither costs a pass of its own.
 #pragma once
 
 #include <cstdint>
@@ -48,10 +48,12 @@ struct Buffer {
   int width;
   int copies = 1;  // rows for each row of a pass
   int capacity = 0;
-  float* rows = nullptr;  // [capacity * copies][width]; null if only encoded
-  Encoded encoded{};      // no records if only floats
+  float* rows = nullptr;  // [capacity * copies][width]; null if no step reads floats
+  Encoded encoded{};      // no records if none reads encoded rows
+  Rounded rounded{};      // no rows if none reads rounded ones
   bool wants_rows = false;
   bool wants_encoded = false;
+  bool wants_rounded = false;
   std::shared_ptr<Memory> memory;  // shared with views of it
 };
 
@@ -95,7 +97,7 @@ class Machine {
   ~Machine();
 
   int add_buffer(int width, int copies = 1);
-  void want(int buffer, bool rows, bool encoded);
+  void want(int buffer, bool rows, bool encoded, bool rounded);
   Buffer& buffer(int id) { return buffers_[id]; }
   void reserve(int num_rows);  // so many rows in every buffer; one that grows loses what it held, views keep theirs
 

@@ -68,11 +68,16 @@ inline float* row_of(const Buffer& buffer, int row) {
   return buffer.rows ? buffer.rows + static_cast<int64_t>(row) * buffer.width : nullptr;
 }
 
-// Where a step computes a row of `buffer`: in place, or in scratch if only its codes are kept.
+// Where a step computes a row of `buffer`: in place, or in scratch if it is not kept as floats.
 inline float* place(const Buffer& buffer, int row, float* scratch) { return buffer.rows ? row_of(buffer, row) : scratch; }
 
+// Encode, round, both or neither: whatever `buffer` wants.
+inline void encode_if_wanted(Machine& machine, const Buffer& buffer, const Rows& rows, int row, int column) {
+  if (buffer.wants_encoded) machine.kernels.encode(rows, buffer.encoded, row, column);
+  if (buffer.wants_rounded) machine.kernels.round_to_bf16(rows, buffer.rounded, row, column);
+}
 inline void encode_if_wanted(Machine& machine, const Buffer& buffer, const float* x, int row, int column, int count) {
-  if (buffer.wants_encoded) machine.kernels.encode({x, 0, 1, count}, buffer.encoded, row, column);
+  encode_if_wanted(machine, buffer, Rows{x, 0, 1, count}, row, column);
 }
 
 // ---- products -----------------------------------------------------------------------------------------------
@@ -84,8 +89,9 @@ inline int panels_of(const Matrix& matrix) { return (matrix.rows + kLanes - 1) /
 inline bool is_quantised(const Matrix& matrix) { return matrix.form == Form::Q8 || matrix.form == Form::Q4; }
 
 inline Input input_of(const Buffer& buffer, const Matrix& matrix) {
-  if (is_quantised(matrix)) return {nullptr, buffer.encoded};
-  return {buffer.rows, {}};
+  if (is_quantised(matrix)) return {nullptr, buffer.encoded, {}};
+  if (matrix.form == Form::BF16 && buffer.wants_rounded) return {nullptr, {}, buffer.rounded};
+  return {buffer.rows, {}, {}};
 }
 
 }  // namespace mainspring

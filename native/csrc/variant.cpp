@@ -29,8 +29,8 @@ namespace {
 #define TEXT(name) TEXT_OF(name)
 
 const Kernels TABLE(VARIANT) = {
-    TEXT(VARIANT), linear, encode, embed, rms_norm, layer_norm, add, multiply, soft_cap, activate, gate, rope,
-    write_kv, attend, argmax, sample_row, row_logprobs, exercise,
+    TEXT(VARIANT), linear, encode, round_to_bf16, embed, rms_norm, layer_norm, add, multiply, soft_cap, activate, gate,
+    rope, write_kv, attend, argmax, sample_row, row_logprobs, exercise,
 };
 
 }  // namespace mainspring

@@ -215,6 +215,7 @@ def test_token_by_token_is_as_one_chunk(expected: Bits, variant: str, smollm2: P
     "settings",
     [
         {"kv_cache_dtype": "int8", "num_threads": 1},
+        {"quantization": "bf16"},
         pytest.param({"quantization": "f16"}, marks=pytest.mark.slow),
         pytest.param({"activations": "int16"}, marks=pytest.mark.slow),
     ],

@@ -3,8 +3,8 @@
 - `int16` activations, and weights of 16 bits: the same tokens, up to the first step at which the two best
   golden logits are nearer than `CLOSE`.
 - `int8` activations, the default: values are rounded to 255 steps, 32 of them sharing a scale, as other
-  engines do. Fed with the golden tokens, the likeliest next one is nearly always the same, and always where
-  it is not close.
+  engines do, or to bf16 where weights are. Fed with the golden tokens, the likeliest next one is nearly
+  always the same, and always where it is not close.
 """
 
 from __future__ import annotations
@@ -90,17 +90,21 @@ def teacher_forced(llm: LLM) -> Iterator[tuple[dict[str, Any], RequestOutput]]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "kv_cache_dtype"),
+    ("variant", "kv_cache_dtype", "quantization"),
     [
-        (VARIANTS[-1], "auto"),
-        *(pytest.param(variant, "int8", marks=pytest.mark.slow) for variant in VARIANTS),
-        pytest.param(VARIANTS[0], "auto", marks=pytest.mark.slow),
+        (VARIANTS[-1], "auto", None),
+        (VARIANTS[-1], "auto", "bf16"),
+        *(pytest.param(variant, "int8", None, marks=pytest.mark.slow) for variant in VARIANTS),
+        pytest.param(VARIANTS[0], "auto", None, marks=pytest.mark.slow),
     ],
 )
-def test_int8_activations_are_close(variant: str, kv_cache_dtype: str, smollm2: Path) -> None:
+def test_int8_activations_are_close(
+    variant: str, kv_cache_dtype: str, quantization: str | None, smollm2: Path
+) -> None:
+    settings = {"instruction_set": variant, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization}
     differences: list[float] = []
     equal: list[bool] = []
-    with engine(smollm2, activations="int8", instruction_set=variant, kv_cache_dtype=kv_cache_dtype) as llm:
+    with engine(smollm2, activations="int8", **settings) as llm:
         for case, output in teacher_forced(llm):
             assert output.prompt_logprobs is not None
             for step, expected in enumerate(case["top5_logprobs"]):
@@ -115,7 +119,7 @@ def test_int8_activations_are_close(variant: str, kv_cache_dtype: str, smollm2: 
         nll = mean_nll(llm)
     off = abs(nll / PERPLEXITY["mean_nll"] - 1)
     found = f"mean {np.mean(differences):.4f}, equal {np.mean(equal):.4f}, nll off by {off:.5f}"
-    print(f"{variant}, KV {kv_cache_dtype}: {found}")
+    print(f"{variant}, KV {kv_cache_dtype}, weights {quantization}: {found}")
     assert np.mean(equal) >= INT8_EQUAL
     assert np.mean(differences) <= INT8_MEAN
     assert off <= INT8_NLL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mainspring.kernels.ops import AttentionShape, Call, ExpertShape
-from mainspring.kernels.program import Instruction, Recorded, Storage, Weights, largest, record
+from mainspring.kernels.program import Instruction, Reads, Recorded, Storage, Weights, largest, record
 
 SHAPE = AttentionShape(4, 2, 16, 0.25)
 PARTS = {"gate_up": [64, 64], "ragged": [64, 32], "odd": [48, 48], "thin": [32, 16]}
@@ -14,7 +14,7 @@ PARTS = {"gate_up": [64, 64], "ragged": [64, 32], "odd": [48, 48], "thin": [32, 
 def weights(quantised: bool = True, mixed: frozenset[str] = frozenset()) -> Weights:
     return Weights(
         lambda handle: PARTS.get(handle, [64]),
-        lambda handle: (True, True) if handle in mixed else (not quantised, quantised),
+        lambda handle: Reads(True, True) if handle in mixed else Reads(not quantised, quantised),
     )
 
 
@@ -115,7 +115,7 @@ def test_experts_read_scores_as_floats_and_rows_as_their_weights_want():
         Call("linear", ("out", "branch", "a")),
     ]
     floats = ("router", "shared_gate")
-    forms = Weights(lambda handle: [64], lambda handle: (handle in floats, handle not in floats))
+    forms = Weights(lambda handle: [64], lambda handle: Reads(handle in floats, handle not in floats))
     recorded = record(calls, forms, given="given", kept="out")
     assert ops(recorded) == [call.op for call in calls], "what they say is encoded where it is made"
     assert recorded.instructions[2].operands[:3] == (
@@ -137,6 +137,29 @@ def test_what_experts_read_is_not_dead():
         before = [Call("linear", ("sum", "given", "b"))]
         recorded = record([*before, *calls], weights(quantised=False), given="given", kept="out")
         assert ops(recorded) == ["linear", "linear", "add", "experts"]
+
+
+def test_rounded_rows_are_written_where_encoded_ones_are():
+    rounded = Reads(rounded=True)
+    reads = {"wqkv": rounded, "gate_up": rounded, "w_down": Reads(encoded=True, rounded=True)}
+    forms = Weights(
+        lambda handle: PARTS.get(handle, [64]), lambda handle: reads.get(handle, Reads(floats=True))
+    )
+    recorded = record(MODEL, forms, given=None, kept="normed")
+    assert ops(recorded) == ["embedding", *FUSED_LAYER, *FUSED_LAYER, "rms_norm"]
+    layer = recorded.instructions[1:10]
+    assert [i.operands[1] for i in layer if i.op in ("linear", "linear_add", "gated")] == [
+        Storage("normed", False, False, True),
+        Storage("attended", True, False, False),
+        Storage("normed", False, False, True),
+        Storage("activated", False, True, True),
+    ]
+    given = Storage("given", True, False, True)
+    calls = [Call("linear", ("out", "given", "wqkv"))]
+    assert record(calls, forms, given="given", kept="out").instructions == [
+        Instruction("encode", (given,)),
+        Instruction("linear", (Storage("out", True, False), given, "wqkv", ())),
+    ]
 
 
 def test_rows_from_outside_are_encoded_by_a_step_of_their_own_and_products_encode_whole_blocks():

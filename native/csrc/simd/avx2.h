@@ -31,12 +31,14 @@ inline F32 load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
-inline F32 load_bf16(const uint16_t* p) {
-  auto half = [](const uint16_t* q) {
-    return _mm256_castsi256_ps(
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)q)), 16));
+// One of the two bf16 numbers in every lane: the first is the low half.
+inline F32 load_bf16(const uint8_t* pairs, int which) {
+  auto half = [which](const uint8_t* p) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)p);
+    return _mm256_castsi256_ps(which == 0 ? _mm256_slli_epi32(both, 16)
+                                          : _mm256_andnot_si256(_mm256_set1_epi32(0xffff), both));
   };
-  return {half(p), half(p + 8)};
+  return {half(pairs), half(pairs + 32)};
 }
 inline F32 load_i8(const int8_t* p) {
   auto half = [](const int8_t* q) {

@@ -10,6 +10,7 @@ namespace {
 // What the registers hold: rows of an integer tile, and vectors of sums of a float tile.
 constexpr int kTileRows = 8, kTileSums = 16;
 constexpr int kStripSums = 24;  // vectors of sums of a strip of attention
+constexpr int kPairsTileRows = 8;  // rows of a tile of pairs
 
 struct F32 {
   __m512 v;
@@ -26,9 +27,11 @@ inline I32 splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline I32 load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F32 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-inline F32 load_bf16(const uint16_t* p) {
-  return {_mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+// One of the two bf16 numbers in every lane: the first is the low half.
+inline F32 load_bf16(const uint8_t* pairs, int which) {
+  const __m512i both = _mm512_loadu_si512(pairs);
+  return {_mm512_castsi512_ps(which == 0 ? _mm512_slli_epi32(both, 16)
+                                         : _mm512_andnot_si512(_mm512_set1_epi32(0xffff), both))};
 }
 inline F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};

@@ -584,7 +584,9 @@ class Worker {
         const F32 factor = splat(1.0f / sums[size + 1]);
         for (int d = 0; d < size; d += kLanes) store(to + h * size + d, load(sums + d) * factor);
       }
-      if (args_.encoded.records) encode({to, 0, 1, width}, args_.encoded, token, column);
+      const Rows row{to, 0, 1, width};
+      if (args_.encoded.records) encode(row, args_.encoded, token, column);
+      if (args_.rounded.rows) round_to_bf16(row, args_.rounded, token, column);
     }
   }
 

@@ -13,6 +13,8 @@
 // - What bounds many rows is how many instructions want the multipliers: eight for a block of a row's products, one or
 //   two for its sums. The product of the two scales is made without them (RecordTail), the rows of a pair take turns.
 // - Floats: weights are widened and multiplied column by column; even and odd columns have a fused sum each.
+// - Pairs: where activations may be rounded to bf16, and weights are, one instruction multiplies two columns and adds
+//   both products to a sum in fp32: twice the rate of floats. Even and odd pairs of columns have a sum each.
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -222,15 +224,20 @@ inline void multiply_quantized(const Matrix& m, const Encoded& x, const Call& ca
 
 // ---- floats ----------------------------------------------------------------------------------------------
 
-template <Form kForm>
-inline F32 load_weights(const uint8_t* p) {
-  if constexpr (kForm == Form::F32) return load(reinterpret_cast<const float*>(p));
-  if constexpr (kForm == Form::F16) return load_half(reinterpret_cast<const uint16_t*>(p));
-  return load_bf16(reinterpret_cast<const uint16_t*>(p));
-}
-
-// Even and odd columns are summed apart, so that one row alone keeps two sums in the works.
+// Even and odd columns, or pairs of them, are summed apart, so that one row alone keeps two sums in the works.
 constexpr int kChains = 2;
+
+template <Form kForm>
+constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
+
+// The weights of column c + i of a panel, for an even c and an i below kChains.
+template <Form kForm>
+inline F32 load_weights(const uint8_t* panel, int64_t c, int i) {
+  if constexpr (kForm == Form::BF16) return load_bf16(panel + c * kColumnBytes<kForm>, i);
+  const uint8_t* p = panel + (c + i) * kColumnBytes<kForm>;
+  if constexpr (kForm == Form::F32) return load(reinterpret_cast<const float*>(p));
+  return load_half(reinterpret_cast<const uint16_t*>(p));
+}
 
 template <Form kForm>
 struct FloatKernel {
@@ -252,16 +259,16 @@ struct FloatKernel {
     F32 sums[kRows][kChains];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
     for (int64_t c = 0; c < even_columns; c += kChains) {
-      for (int i = 0; i < kChains * kColumnBytes; i += 64)
-        __builtin_prefetch(weights + c * kColumnBytes + i + kAhead);
+      for (int i = 0; i < kChains * kColumnBytes<kForm>; i += 64)
+        __builtin_prefetch(weights + c * kColumnBytes<kForm> + i + kAhead);
       UNROLL for (int i = 0; i < kChains; ++i) {
-        const F32 w = load_weights<kForm>(weights + (c + i) * kColumnBytes);
+        const F32 w = load_weights<kForm>(weights, c, i);
         UNROLL for (int r = 0; r < kRows; ++r) sums[r][i] =
             fma(splat(rows[r * columns + c + i]), w, sums[r][i]);
       }
     }
     if (even_columns < columns) {
-      const F32 w = load_weights<kForm>(weights + even_columns * kColumnBytes);
+      const F32 w = load_weights<kForm>(weights, even_columns, 0);
       UNROLL for (int r = 0; r < kRows; ++r) sums[r][0] =
           fma(splat(rows[r * columns + even_columns]), w, sums[r][0]);
     }
@@ -269,15 +276,62 @@ struct FloatKernel {
     UNROLL for (int r = 0; r < kRows; ++r) both[r] = sums[r][0] + sums[r][1];
     call.keep(both, row, panel);
   }
-
- private:
-  static constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
 };
 
 template <Form kForm>
 inline void multiply_floats(const Matrix& m, const float* x, const Call& call) {
   cut_rows<kTileSums / kChains>(FloatKernel<kForm>{m, x, call});
 }
+
+// ---- pairs -----------------------------------------------------------------------------------------------
+
+#ifdef BF16_TARGET
+struct PairsKernel {
+  const Matrix& matrix;
+  const Rounded& x;
+  Call call;
+
+  template <int kRows>
+  void run(int row) const {
+    for (int panel = 0; panel < call.num_panels; ++panel) run<kRows>(row, panel);
+  }
+
+  template <int kRows>
+  BF16_TARGET __attribute__((noinline)) void run(int row, int panel) const {
+    const int64_t pairs = x.pitch() / 2, even_pairs = pairs / kChains * kChains;
+    const uint8_t* weights = matrix.codes + int64_t{call.first_panel + panel} * matrix.codes_stride;
+    const float* rows = reinterpret_cast<const float*>(x.rows) + int64_t{call.first_row + row} * pairs;
+    call.foresee<kRows>(row, panel);
+    F32 sums[kRows][kChains];
+    UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int i = 0; i < kChains; ++i) sums[r][i] = splat(0.0f);
+    for (int64_t p = 0; p < even_pairs; p += kChains) {
+      UNROLL for (int i = 0; i < kChains; ++i) {
+        __builtin_prefetch(weights + (p + i) * kPairBytes + kAhead);
+        const Pairs w = load_pairs(weights + (p + i) * kPairBytes);
+        UNROLL for (int r = 0; r < kRows; ++r) sums[r][i] =
+            dot_pairs(sums[r][i], w, splat_pair(rows + r * pairs + p + i));
+      }
+    }
+    if (even_pairs < pairs) {
+      const Pairs w = load_pairs(weights + even_pairs * kPairBytes);
+      UNROLL for (int r = 0; r < kRows; ++r) sums[r][0] =
+          dot_pairs(sums[r][0], w, splat_pair(rows + r * pairs + even_pairs));
+    }
+    F32 both[kRows];
+    UNROLL for (int r = 0; r < kRows; ++r) both[r] = sums[r][0] + sums[r][1];
+    call.keep(both, row, panel);
+  }
+
+ private:
+  static constexpr int kPairBytes = 2 * kColumnBytes<Form::BF16>;  // of a panel
+};
+
+inline void multiply_pairs(const Matrix& m, const Rounded& x, const Call& call) {
+  cut_rows<kPairsTileRows>(PairsKernel{m, x, call});
+}
+#else
+inline void multiply_pairs(const Matrix&, const Rounded&, const Call&) {}  // nothing is rounded: see has_bf16
+#endif
 
 void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, int num_panels, const Output& out) {
   const Call call{m, row, num_rows, panel, num_panels, out};
@@ -288,7 +342,7 @@ void linear(const Matrix& m, const Input& in, int row, int num_rows, int panel, 
     case Form::F16:
       return multiply_floats<Form::F16>(m, in.rows, call);
     case Form::BF16:
-      return multiply_floats<Form::BF16>(m, in.rows, call);
+      return in.rounded.rows ? multiply_pairs(m, in.rounded, call) : multiply_floats<Form::BF16>(m, in.rows, call);
     case Form::Q8:
       if (m.group == kGroup) return multiply_quantized<false, false, 2>(m, x, call);
       return m.mins ? multiply_quantized<false, true>(m, x, call)
@@ -454,6 +508,21 @@ void encode(const Rows& rows, const Encoded& out, int row, int column) {
   blocks(rows, out, row, column);
 }
 
+// ---- activations rounded ---------------------------------------------------------------------------------
+
+inline void round_row(const float* x, int count, uint16_t* to) {
+  for (; count >= kLanes; count -= kLanes, x += kLanes, to += kLanes) store_bf16(to, load(x));
+  if (count == 0) return;
+  uint16_t last[kLanes];
+  store_bf16(last, load_masked(first_lanes(count), x));
+  __builtin_memcpy(to, last, sizeof(uint16_t) * count);
+}
+
+void round_to_bf16(const Rows& rows, const Rounded& out, int row, int column) {
+  for (int r = 0; r < rows.count; ++r)
+    round_row(rows.at + r * rows.pitch, rows.columns, out.rows + (row + r) * out.pitch() + column);
+}
+
 // ---- one row ---------------------------------------------------------------------------------------------
 
 inline float lane_of(F32 vector, int lane) {
@@ -464,9 +533,8 @@ inline float lane_of(F32 vector, int lane) {
 
 template <Form kForm>
 inline void embed_floats(const Matrix& m, const uint8_t* weights, int lane, float* out) {
-  constexpr int kColumnBytes = kLanes * (kForm == Form::F32 ? 4 : 2);
   for (int64_t c = 0; c < m.columns; ++c)
-    out[c] = lane_of(load_weights<kForm>(weights + c * kColumnBytes), lane);
+    out[c] = lane_of(load_weights<kForm>(weights, c / kChains * kChains, c % kChains), lane);
 }
 
 template <bool kFourBits>

@@ -140,7 +140,10 @@ class EngineArgs:
     )
     activations: Literal["int8", "int16"] = field(
         default="int8",
-        metadata={"help": "what multiplies quantised weights; int16 is exact to the token, and slower"},
+        metadata={
+            "help": "int8: rounded, to 8 bits where weights are quantised and to bf16 where they are bf16; "
+            "int16: exact to the token, and slower"
+        },
     )
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = field(
         default="auto", metadata={"help": "type of keys and values; auto: 16 bits, in numpy float32"}

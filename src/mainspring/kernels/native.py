@@ -38,7 +38,7 @@ from mainspring.kernels.ops import (
     Walk,
     Weight,
 )
-from mainspring.kernels.program import Recorded, Storage, Weights, largest, last_written, record
+from mainspring.kernels.program import Reads, Recorded, Storage, Weights, largest, last_written, record
 
 logger = get_logger(__name__)
 
@@ -50,11 +50,11 @@ KV_FORMS = {"float32": 0, "float16": 1, "int8": 2, "bfloat16": 3}
 KV_BYTES: dict[KVType, int] = {"auto": 2, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 # Per token, KV head, and K or V.
 KV_SCALE_BYTES: dict[KVType, int] = {"auto": 0, "float32": 0, "float16": 0, "bfloat16": 0, "int8": 4}
-QUANTISED = ("Q8", "Q4")  # forms of matrices that read encoded rows
+QUANTISED = {"Q8", "Q4"}  # forms of matrices that read encoded rows
 MOST_HEAD_SIZE = 256  # of an attention head; a multiple of KV_TILE
 MOST_SHARING = 64  # query heads of a KV head
 KV_TILE = 16  # tokens: blocks hold whole tiles
-API_VERSION = 5  # of the library (native/csrc/module.cpp)
+API_VERSION = 6  # of the library (native/csrc/module.cpp)
 
 
 @cache
@@ -135,6 +135,7 @@ class NativeOps:
         self.name = f"native {self.variant}"
         self.pool = native.Pool(self.num_threads)
         self._machine = native.Machine(self.pool, self.variant, activations == "int16")
+        self._rounds = activations == "int8" and bf16_pays(self.variant)
         self._max_rows = max_rows
         self._recorder = Recorder()
         self._weights: dict[str, Weight] = {}
@@ -190,13 +191,14 @@ class NativeOps:
         )
 
     def _fitting_kv(self) -> str:
-        """How K and V are held. Attention on bf16 is faster, where the processor multiplies it, and rounds
-        more: that is for activations alone that are rounded to 8 bits anyway."""
+        """How K and V are held. Attention on bf16 is faster, where the processor multiplies it so, and rounds
+        more: that is for models alone whose activations are rounded anyway."""
         if self.kv_type != "auto":
             return self.kv_type
         packed = [handle for handle, weight in self._weights.items() if isinstance(weight, PackedWeight)]
-        rounded = self.activations == "int8" and any(self._reads_encoded(handle)[1] for handle in packed)
-        return "bfloat16" if rounded and self._native.has_bf16(self.variant) else "float16"
+        reads = [self._reads(handle) for handle in packed]
+        rounds = self._rounds and any(each.encoded or each.rounded for each in reads)
+        return "bfloat16" if rounds else "float16"
 
     def release_kv(self) -> None:
         self._machine.release_kv()
@@ -259,7 +261,7 @@ class NativeOps:
     def _load(self, kind: str, walk: Walk, given: str | None) -> _Loaded:
         self._recorder.calls = []
         walk(self._recorder)  # checks shapes and notes calls; a walk sees no batch
-        weights = Weights(self._part_rows, self._reads_encoded)
+        weights = Weights(self._part_rows, self._reads)
         calls = self._recorder.calls
         if kind == "largest":
             assert given is not None
@@ -287,7 +289,7 @@ class NativeOps:
     def _place(self, storage: Storage) -> int:
         if storage not in self._storages:
             place = self._machine.add_buffer(self._recorder.widths[storage.buffer])
-            self._machine.want(place, storage.floats, storage.encoded)
+            self._machine.want(place, storage.floats, storage.encoded, storage.rounded)
             self._storages[storage] = place
         return self._storages[storage]
 
@@ -310,9 +312,10 @@ class NativeOps:
     def _part_rows(self, weight: str) -> list[int]:
         return [part.rows for part in self._parts(weight)]
 
-    def _reads_encoded(self, weight: str) -> tuple[bool, bool]:
-        encoded = [part.form in QUANTISED for part in self._parts(weight)]
-        return not all(encoded), any(encoded)
+    def _reads(self, weight: str) -> Reads:
+        forms = {part.form for part in self._parts(weight)}
+        rounded = {"BF16"} if self._rounds else set()
+        return Reads(bool(forms - QUANTISED - rounded), bool(forms & QUANTISED), bool(forms & rounded))
 
     def _plan(self, layer: int, shape: AttentionShape) -> int:
         plan: int = self._machine.attention_plan(
@@ -433,9 +436,9 @@ class NativeOps:
         copies = 2 * shape.top_k  # gathered rows of each expert begin with a pair: at most one more for each
         hidden = self._recorder.widths[x.buffer]
         buffers = (
-            self._work_place("gathered", hidden, copies, *self._reads_encoded(gate_up)),
-            self._work_place("inner", shape.intermediate_size, copies, *self._reads_encoded(down)),
-            self._work_place("parts", hidden, copies, True, False),
+            self._work_place("gathered", hidden, copies, self._reads(gate_up)),
+            self._work_place("inner", shape.intermediate_size, copies, self._reads(down)),
+            self._work_place("parts", hidden, copies, Reads(floats=True)),
         )
         program.experts(
             self._place(out),
@@ -451,12 +454,12 @@ class NativeOps:
             self._activation(shape.activation),
         )
 
-    def _work_place(self, use: str, width: int, copies: int, floats: bool, encoded: bool) -> int:
+    def _work_place(self, use: str, width: int, copies: int, reads: Reads) -> int:
         """A buffer for what lies between the parts of a step, the same for all that want such a one."""
-        storage = Storage(f"{use} {width} x {copies}", floats, encoded)
+        storage = Storage(f"{use} {width} x {copies}", *reads)
         if storage not in self._storages:
             place = self._machine.add_buffer(width, copies)
-            self._machine.want(place, floats, encoded)
+            self._machine.want(place, *reads)
             self._storages[storage] = place
         return self._storages[storage]
 
@@ -552,6 +555,15 @@ def fastest_variant() -> str:
     assert native is not None
     runnable: list[str] = native.runnable_variants()
     return max(runnable, key=native.measure_variant) if len(runnable) > 1 else runnable[0]
+
+
+@cache
+def bf16_pays(variant: str) -> bool:
+    """Whether weights in bf16 are multiplied faster by activations rounded to it."""
+    native = library()
+    assert native is not None
+    pays: bool = native.bf16_pays(variant)
+    return pays
 
 
 def measured_variants() -> list[tuple[str, float]]:

@@ -2,7 +2,8 @@
 
 Theory of operation.
 - `record` rewrites a list of calls a few times, each time one fusion, then decides for every value whether
-  its readers want floats, encoded rows or both. It is a pure function and knows no native code.
+  its readers want floats, encoded rows, rounded ones or several of these. It is a pure function and knows no
+  native code.
 - A buffer's name is not a value: `normed` is written many times. Between two writes it is one *value*, read
   by what comes between, and each value gets the storage its own readers want. So the last norm, whose rows
   are read from outside, keeps floats, while the norms inside the layers keep only what their products read.
@@ -29,6 +30,7 @@ class Storage(NamedTuple):
     buffer: str
     floats: bool
     encoded: bool
+    rounded: bool = False
 
 
 class Instruction(NamedTuple):
@@ -43,11 +45,19 @@ class Recorded(NamedTuple):
     last: dict[str, Storage]  # where the last value of a buffer is
 
 
+class Reads(NamedTuple):
+    """How the parts of a weight want what they are multiplied with."""
+
+    floats: bool = False  # some part does
+    encoded: bool = False
+    rounded: bool = False
+
+
 class Weights(NamedTuple):
     """What has to be known of weights to fuse: by handle, the rows of each stacked part."""
 
     part_rows: Callable[[str], Sequence[int]]
-    reads_encoded: Callable[[str], tuple[bool, bool]]  # (some part wants floats, some part encoded rows)
+    reads: Callable[[str], Reads]
 
 
 BLOCK = 32  # columns that are encoded together
@@ -207,12 +217,14 @@ class _Value:
     def __init__(self, buffer: str, encodes: bool) -> None:
         self.buffer = buffer
         self.floats = not encodes
-        self.encoded = False
-        # Whether the encoded rows, where there are any, are those of the floats: whoever can encode does.
+        self.encoded = self.rounded = False
+        # Whether encoded and rounded rows, where there are any, are those of the floats: whoever can encode
+        # does both.
         self.is_fresh = encodes
 
     def storage(self) -> Storage:
-        return Storage(self.buffer, self.floats or not self.encoded, self.encoded)
+        floats = self.floats or not (self.encoded or self.rounded)
+        return Storage(self.buffer, floats, self.encoded, self.rounded)
 
 
 def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str | None) -> Recorded:
@@ -229,10 +241,11 @@ def _store(calls: Sequence[Call], weights: Weights, given: str | None, kept: str
         if call.op in PRODUCTS:
             source, weight = PRODUCTS[call.op]
             value = values[operands[source]]
-            floats, encoded = weights.reads_encoded(operands[weight])
-            value.floats |= floats
-            value.encoded |= encoded
-            if encoded and not value.is_fresh:
+            reads = weights.reads(operands[weight])
+            value.floats |= reads.floats
+            value.encoded |= reads.encoded
+            value.rounded |= reads.rounded
+            if (reads.encoded or reads.rounded) and not value.is_fresh:
                 value.is_fresh = True
                 steps.append(("encode", [value]))
             operands[source] = value

@@ -35,9 +35,10 @@ KEPT_AS_IS = "as the file"
 EXPANDED = {"Q2_K": "q8"}  # no kernel has a minimum for every 16 weights
 MOST_HALF = 65504.0  # the largest number in fp16
 # The largest magnitude that each quantization holds. Those of 8 and 4 bits have scales and mins in fp16.
-LARGEST = {"f16": MOST_HALF, "bf16": 3.3895e38, "q8": 127 * MOST_HALF, "q4": MOST_HALF}
+LARGEST = {"f32": float("inf"), "f16": MOST_HALF, "bf16": 3.3895e38, "q8": 127 * MOST_HALF, "q4": MOST_HALF}
 
-# Matrices that are never quantised: of a few rows, and what is chosen by them changes at once.
+# Matrices that are never quantised, nor read rounded activations: of a few rows, and what is chosen by them
+# changes at once.
 CHOOSING = (".router", ".shared_gate")
 
 Progress = Callable[[int, int], None]  # (bytes packed, of how many)
@@ -83,6 +84,8 @@ def place_weights(
             tensor = model.names.get(part.role, "")
             chooses = part.role.endswith(CHOOSING)
             kind = packed_type(type_of(tensor), None if chooses else quantization)
+            if chooses and kind == "BF16":
+                kind = "F32"
             try:
                 matrix = native.Matrix(kind, *part.shape)
             except ValueError as error:
@@ -213,9 +216,11 @@ def _check_magnitudes(tensor: str, values: Floats, quantization: str) -> None:
 
 
 def _pack_values(matrix: Any, values: Floats, begin: int) -> None:
-    """Floats into a 16-bit or a quantised form."""
+    """Floats as they are, or into a 16-bit or a quantised form."""
     end = begin + len(values)
-    if matrix.form == "F16":
+    if matrix.form == "F32":
+        matrix.pack(np.ascontiguousarray(values).view(np.uint8).reshape(-1), begin, end)
+    elif matrix.form == "F16":
         matrix.pack(values.astype(np.float16).view(np.uint8).reshape(-1), begin, end)
     elif matrix.form == "BF16":
         matrix.pack(_bfloat16(values).view(np.uint8).reshape(-1), begin, end)

@@ -14,11 +14,11 @@ import pytest
 
 native = pytest.importorskip("mainspring_native")
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 DIGESTS = {
     "F32": "120b4759f66fe872",
     "F16": "596d09f4725bd5fc",
-    "BF16": "596d09f4725bd5fc",
+    "BF16": "9d987be81192755f",
     "Q4_0": "7c9ca80a99fd8105",
     "Q4_1": "391c433e2bc6e877",
     "Q5_0": "862db2f28f0c55dc",

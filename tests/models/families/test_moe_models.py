@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import family_fixtures
@@ -19,6 +20,7 @@ from test_published_configs import read
 
 from mainspring.base.errors import CheckpointError
 from mainspring.kernels.native import library, why_not
+from mainspring.models.packing import place_weights
 from mainspring.models.spec import ExpertsSpec, MLPSpec, ModelSpec
 
 Change = Callable[[gguf.GGUFWriter], None]
@@ -124,6 +126,32 @@ def test_quantised_stacks(kind: str, tmp_path: Path) -> None:
         (output,) = llm.generate(fixture.token_ids[:1], PROMPTS_ONLY, use_tqdm=False)
     assert output.outputs[0].logprobs is not None
     np.testing.assert_allclose(row(output.outputs[0].logprobs[0]), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the native kernels")
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_experts_in_bfloat16(activations: str, tmp_path: Path) -> None:
+    """Rounded activations are gathered as well, and only exact ones are read by what chooses experts."""
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        (tensors,) = writer.tensors
+        type_ = gguf.GGMLQuantizationType.BF16
+        for name in [name for name in tensors if "_exps" in name or "_gate_inp" in name]:
+            values = np.atleast_2d(tensors.pop(name).tensor)
+            writer.add_tensor(name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+
+    fixture = family_fixtures.load("qwen2-moe")
+    path = altered_gguf("qwen2-moe", tmp_path, edit)
+    native = {"kernels": "native", "block_size": 16, "activations": activations, "kv_cache_dtype": "float32"}
+    with opened(path, **native) as llm:
+        (output,) = llm.generate(fixture.token_ids[:1], PROMPTS_ONLY, use_tqdm=False)
+    assert output.outputs[0].logprobs is not None
+    near = 0.03 if activations == "int8" else 2e-3
+    expected = log_softmax(last_row_of(path, fixture))
+    np.testing.assert_allclose(row(output.outputs[0].logprobs[0]), expected, rtol=0, atol=near)
+    placed, _ = place_weights(SimpleNamespace(spec=loaded(path).spec, names={}), lambda _: "BF16", None)  # type: ignore[arg-type]
+    widened = {place.part.role for place in placed if place.kind == "F32"}
+    assert widened == {f"layers.{i}.{name}" for i in range(3) for name in ("router", "shared_gate")}
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
