@@ -8,6 +8,7 @@ import signal
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from mainspring.base.config import EngineConfig, SchedulerConfig
 from mainspring.base.errors import ConfigError, EngineDeadError, RequestError
@@ -131,6 +132,20 @@ async def test_a_dead_rank_loses_no_token_and_says_none_twice() -> None:
         await client.add_request(request("r50", rank=1))  # it is gone; another does as well
         await collect(client, {"r50"})
         assert client.loads == [(0, 0), (0, 0)]
+
+
+async def test_the_journal_is_its_own() -> None:
+    """Siblings of one question may come with one list, and their caller may keep a journal, too: what is
+    passed on is nobody else's."""
+    shared: list[int] = []
+    asked = [structs.replace(request(f"r{n}", max_tokens=30), output_token_ids=shared) for n in range(12)]
+    expected = await alone([request(f"r{n}", max_tokens=30) for n in range(12)])
+    async with cores(step_s=0.003) as client:
+        for one in asked:
+            await client.add_request(one)
+        os.kill(client._clients[1].process.pid, signal.SIGKILL)
+        assert await collect(client, set(expected)) == expected
+    assert shared == []
 
 
 async def test_the_last_rank_s_end_is_the_end() -> None:

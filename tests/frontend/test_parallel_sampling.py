@@ -35,6 +35,7 @@ def test_children(seed):
     assert [p.prompt_logprobs for p in params] == [1, None, None, None]
     assert [p.skip_reading_prefix_cache for p in params] == [True, False, False, False]
     assert len({request.request_id for request in client.seen}) == 4
+    assert len({id(request.output_token_ids) for request in client.seen}) == 4, "each goes on from its own"
 
 
 def test_final_only_waits_for_all():

@@ -185,7 +185,8 @@ class DPLBAsyncMPClient:
         Raises `RequestError` for one that there is not, `EngineDeadError` once all have ended.
         """
         check_rank(request.data_parallel_rank, self.num_engines)
-        await self._place(request)
+        own = list(request.output_token_ids)  # the journal writes there
+        await self._place(structs.replace(request, output_token_ids=own))
 
     async def _place(self, request: EngineCoreRequest) -> None:
         while True:

@@ -19,7 +19,7 @@ from mainspring.frontend.stats import RequestTally
 
 
 def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The `n` requests, n = 1 each, that `request` stands for. They share what does not differ."""
+    """The `n` requests, n = 1 each, that `request` stands for. They share what does not change."""
     n = request.sampling_params.n
     return [request] if n == 1 else [_child(request, i) for i in range(n)]
 
@@ -30,7 +30,12 @@ def _child(request: EngineCoreRequest, i: int) -> EngineCoreRequest:
     params.n, params.seed = 1, _wrapped(params.seed + i)
     if i > 0:
         params.prompt_logprobs = None
-    return msgspec.structs.replace(request, request_id=f"{i}_{request.request_id}", sampling_params=params)
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{i}_{request.request_id}",
+        sampling_params=params,
+        output_token_ids=list(request.output_token_ids),  # each goes on from its own
+    )
 
 
 def _wrapped(seed: int) -> int:
