@@ -252,16 +252,18 @@ def test_special_tokens_cannot_be_said():
     assert read(text, read_as, random.Random(0)) == [Content(text)]
 
 
+LISTED = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+
+
 @pytest.mark.parametrize("strict", [False, True])
-def test_as_many_arguments_as_are_asked_for(strict: bool):
-    """Names that are listed can be counted, in arguments and with `strict` also in what is inside them."""
-    listed = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 2}
-    inside = {"type": "object", "properties": {"c": listed}, "required": ["c"]} if strict else listed
-    asked = forced([tool("f", inside, strict=strict)], named_choice("f"), True)
+def test_some_argument_of_those_that_are_listed(strict: bool):
+    """Among the arguments, and with `strict` inside them: there are no others, so they can be counted."""
+    some = LISTED | {"minProperties": 1}
+    schema = {"type": "object", "properties": {"c": some}, "required": ["c"]} if strict else some
+    asked = forced([tool("f", schema, strict=strict)], named_choice("f"), True)
     assert asked is not None
-    few, enough = '{"a": 1}', '{"a": 1, "b": 2}'
-    assert fits(f'{{"c": {enough}}}' if strict else enough, json=asked.json)
-    assert not fits(f'{{"c": {few}}}' if strict else few, json=asked.json)
+    for text, is_enough in (('{"b": null}', True), ("{}", False), ('{"z": 1}', False)):
+        assert fits(f'{{"c": {text}}}' if strict else text, json=asked.json) == is_enough
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -295,6 +297,11 @@ def deep(levels: int) -> dict[str, Any]:
         ([tool("f", {"properties": {"a": {"not": {}}}})], named_choice("f"), r"'f': parameters: .*not"),
         ([tool("f", {"properties": {"a": {"$ref": "#/x"}}})], "required", r"'f': parameters: \$ref"),
         ([tool("f", {"multipleOf": 30011}, strict=True)], "auto", r"'f': parameters: multipleOf"),
+        (
+            [tool("f", LISTED | {"minProperties": 2})],
+            "required",
+            r"'f': parameters: min/maxProperties only .* required",
+        ),
         (tools(strict=True), "auto", r"tool 'get_weather': strict cannot be enforced .* form pythonic"),
     ],
 )
