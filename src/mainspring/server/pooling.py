@@ -21,7 +21,7 @@ from mainspring.base.errors import RequestError
 from mainspring.base.outputs import Floats, RequestOutput
 from mainspring.base.params import PoolingParams
 from mainspring.frontend.async_llm import AsyncLLM
-from mainspring.frontend.pooling import cosine, pair_prompt, pair_room, vector_of
+from mainspring.frontend.pooling import cosine, cut, pair_prompt, pair_room, vector_of
 from mainspring.server.answering import whole_outputs
 from mainspring.server.errors import ApiError
 from mainspring.server.generating import make_question
@@ -215,8 +215,16 @@ async def _ask(
     prompts: list[TokenPrompt],
     params: PoolingParams,
 ) -> list[RequestOutput]:
-    question = make_question(request, found, prompts, params, body.priority, body.cache_salt)
+    def cut_to_fit() -> list[TokenPrompt]:  # which reads their texts once more
+        most, tokenizer = llm.max_model_len, llm.tokenizer
+        return [
+            each._replace(token_ids=cut(each.token_ids, each.text, params, most, tokenizer))
+            for each in prompts
+        ]
+
     try:
+        prompts = await off_loop_if(is_long([each.text for each in prompts]), cut_to_fit)
+        question = make_question(request, found, prompts, params, body.priority, body.cache_salt)
         return await while_connected(request.receive, whole_outputs(llm, question))
     except RequestError as error:
         if error.param == "prompt" and isinstance(body, InputRequest):
