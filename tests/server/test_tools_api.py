@@ -27,6 +27,10 @@ SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 FORCED = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "get_time", "parameters": {{}}}}]'
 
 
+def allowed(mode: str, *tools):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 def server_of(text: str, *, end: bool = True, chunk: int = 1, **settings):
     return scripted(text_script(text, end), chunk=chunk, template=TEMPLATE, **settings)
 
@@ -245,6 +249,13 @@ def test_one_call_where_several_are_not_wanted():
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": allowed("none", CLOCK)}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "get_time")}, "tool_choice"),
+        (
+            {"tool_choice": allowed("auto", {"type": "function", "function": {"name": "nobody"}})},
+            "tool_choice",
+        ),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
@@ -296,6 +307,20 @@ def test_tools_and_calls_reach_the_template():
         'assistant: <tool_call>{"name": "get_weather", "arguments": {"city": "é"}}</tool_call>\n'
         "tool: rain\ntool: wind\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"), [("auto", SECOND), ("required", '[{"name": "get_time", "parameters": {}}]')]
+)
+def test_some_tools_are_allowed(mode, text):
+    """The model is told of these alone, and cannot be made to call another."""
+    choice = allowed(mode, CLOCK, CLOCK)
+    with server_of(text) as server:
+        assert both(server, tool_choice=choice)[1:] == ([("get_time", "{}")], "tool_calls")
+        seen = server.core.inner.seen[-1]
+        assert TOY.decode(seen.prompt_token_ids) == f"{json.dumps(CLOCK)}\nuser: hello\n"
+        assert "get_weather" not in str(seen.structured_outputs)
+        assert (seen.structured_outputs is None) == (mode == "auto")
 
 
 def test_several_answers():

@@ -191,7 +191,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
-                tools=tools,
+                tools=use.tools or None,
             )
             for conversation in conversations
         ]

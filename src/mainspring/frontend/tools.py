@@ -4,7 +4,9 @@
 
 `tools` are OpenAI's: {"type": "function", "function": {"name", "description", "parameters", "strict"}}, and
 go to the chat template as they are. A choice is none, auto (the model decides), required (one or more calls)
-or {"type": "function", "function": {"name": ...}} (a call of that one).
+or {"type": "function", "function": {"name": ...}} (a call of that one). Some tools alone may be allowed
+({"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}): then there are
+no others, and the model is not told of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_TOOLS = 1024
 class ToolUse(NamedTuple):
     """Judged. Without tools the choice is none."""
 
-    tools: tuple[dict[str, Any], ...] = ()  # as they were given
+    tools: tuple[dict[str, Any], ...] = ()  # as they were given; those that are allowed
     choice: Literal["none", "auto", "required", "named"] = "none"
     name: str | None = None  # of the tool that must be called
     parallel: bool = True  # several calls in one answer
@@ -54,8 +56,30 @@ def judged_tools(
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools has {len(tools)} tools; at most {MAX_TOOLS}", "tools")
     names = [tool.name for tool in tools_of(tools)]
+    match tool_choice:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": allowed},
+        }:
+            tools, tool_choice = _allowed(dict(zip(names, tools, strict=True)), allowed), mode
     choice, name = _judged_choice("auto" if tool_choice is None else tool_choice, names)
     return ToolUse(tuple(map(dict, tools)), choice, name, parallel is not False)
+
+
+def _allowed(tools: Mapping[str, Mapping[str, Any]], allowed: object) -> list[Mapping[str, Any]]:
+    """Of `tools`, by name."""
+    found = {}
+    for one in allowed if isinstance(allowed, Sequence) else ():
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} if name in tools:
+                found[name] = tools[name]
+            case _:
+                raise RequestError(
+                    f"tool_choice allows {_shown(one)}, which is none of the tools' names", "tool_choice"
+                )
+    if not found:
+        raise RequestError("tool_choice allows no tool; name at least one", "tool_choice")
+    return list(found.values())
 
 
 def _judged_choice(
@@ -71,7 +95,8 @@ def _judged_choice(
                 )
             return "named", name
     raise RequestError(
-        f"tool_choice must be {', '.join(CHOICES)} or {{'type': 'function', 'function': {{'name': ...}}}}, "
+        f"tool_choice must be {', '.join(CHOICES)}, {{'type': 'function', 'function': {{'name': ...}}}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}, "
         f"got {_shown(choice)}",
         "tool_choice",
     )

@@ -19,6 +19,8 @@ import secrets
 from collections.abc import Callable, Container
 from typing import NamedTuple
 
+import msgspec
+
 from mainspring.base.outputs import CompletionOutput
 from mainspring.base.params import SamplingParams, StructuredOutputsParams
 from mainspring.frontend.async_llm import AsyncLLM
@@ -127,6 +129,7 @@ async def converse(service: Service, llm: AsyncLLM, body: ChatRequest) -> Conver
         is_long(body.tools), lambda: judged_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     )
     _judge(service, body, use)
+    body = msgspec.structs.replace(body, tools=list(use.tools) or None)  # of others the model is not told
     params = chat_params(body, service.sampling_defaults, llm.max_model_len)
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", "messages")
