@@ -10,6 +10,9 @@ import time
 import pytest
 from server_toys import HELLO, TOY, scripted, text_script
 
+from mainspring.server import answering
+from mainspring.server.conversation import AnswerReader
+
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -132,6 +135,39 @@ def test_a_call_that_is_cut(fields, text):
             assert len(arguments) >= len(longest)
             longest = arguments
     assert longest == SHORT
+
+
+def test_what_is_long_is_read_beside_the_loop(monkeypatch):
+    """Whole and streamed, by every API, and with the same result; what is short is not worth a thread."""
+    threads = []
+    plain = AnswerReader.read
+
+    def read(self, answer):
+        if answer.text:
+            threads.append(threading.current_thread())
+        return plain(self, answer)
+
+    monkeypatch.setattr(AnswerReader, "read", read)
+    monkeypatch.setattr(answering, "LONG_CHARACTERS", 50)
+    with server_of(CALL, chunk=1000) as server:
+        assert both(server)[1] == [("get_weather", ARGUMENTS)]
+        for path, given in (
+            ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}]}),
+            (
+                "/v1/messages",
+                {"messages": HELLO, "max_tokens": 400, "tools": [{"name": "f", "input_schema": PARAMETERS}]},
+            ),
+        ):
+            for stream in (False, True):
+                fields = {"model": "toy", "stream": stream, **given}
+                reply = server.post(path, fields)
+                assert (reply.status, b"x}" in reply.body) == (200, True), reply.body
+        assert len(threads) == 6
+        assert server._thread not in threads
+        threads.clear()
+        monkeypatch.setattr(answering, "LONG_CHARACTERS", 500)
+        both(server)
+        assert threads == [server._thread] * 2
 
 
 @pytest.mark.parametrize("include", [False, True])

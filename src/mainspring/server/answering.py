@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from mainspring.base.params import PoolingParams, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM, RequestStream
 from mainspring.server.errors import ApiError, as_api_error
 from mainspring.server.http import JSONReply, cancelled, disconnected, encode, while_connected
-from mainspring.server.prompts import TokenPrompt
+from mainspring.server.prompts import LONG_CHARACTERS, TokenPrompt, off_loop_if
 from mainspring.server.writing import Writer
 
 DONE = b"data: [DONE]\n\n"
@@ -70,7 +71,13 @@ async def answer(
 
 
 async def _whole(llm: AsyncLLM, question: Question, writer: Writer) -> msgspec.Struct:
-    return writer.whole(await whole_outputs(llm, question))
+    outputs = await whole_outputs(llm, question)
+    return await off_loop_if(are_long(outputs), lambda: writer.whole(outputs))
+
+
+def are_long(outputs: Sequence[RequestOutput]) -> bool:
+    """Whether it takes long to read what they say."""
+    return sum(len(answer.text) for output in outputs for answer in output.outputs) > LONG_CHARACTERS
 
 
 async def whole_outputs(llm: AsyncLLM, question: Question) -> list[RequestOutput]:
@@ -174,10 +181,13 @@ class EventStream(ByteStream):
 async def _events(
     streams: Sequence[RequestStream], writer: Writer, framing: Framing
 ) -> AsyncGenerator[bytes, None]:
+    def encoded(index: int, output: RequestOutput) -> bytes:
+        return b"".join([framing.event(chunk) for chunk in writer.chunks(index, output)])
+
     try:
         async with aclosing(_merged(streams)) as outputs:
             async for index, output in outputs:
-                if events := b"".join([framing.event(chunk) for chunk in writer.chunks(index, output)]):
+                if events := await off_loop_if(are_long([output]), partial(encoded, index, output)):
                     yield events
         rest = b"".join(map(framing.event, writer.last()))
     except Exception as error:

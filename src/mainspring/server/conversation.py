@@ -29,7 +29,7 @@ from mainspring.frontend.manner import Manner, needs_special_tokens
 from mainspring.frontend.parsing.constraints import Demand, demanded
 from mainspring.frontend.parsing.events import CallArguments, CallBegins, CallEnds, Content, Event
 from mainspring.frontend.parsing.formats import MISTRAL, ReasoningFormat, ToolFormat
-from mainspring.frontend.parsing.parser import AnswerParser
+from mainspring.frontend.parsing.parser import AnswerParser, pieces_of
 from mainspring.frontend.reasoning import ReasoningCounter, opening
 from mainspring.frontend.tools import ToolUse, judged_tools
 from mainspring.server.errors import ApiError
@@ -84,7 +84,7 @@ class AnswerReader:
         """What is new: `answer` is a delta, or the whole."""
         if self._parser is None:
             return [Content(answer.text)] if answer.text else []
-        events = self._parser.feed(answer.text) if answer.text else []
+        events = [event for piece in pieces_of(answer.text) for event in self._parser.feed(piece)]
         if answer.finish_reason is not None:
             self._has_cut_call = self._parser.in_call and isinstance(answer.stop_reason, str)
             events += self._parser.finish()

@@ -22,12 +22,13 @@ from starlette.responses import Response
 from mainspring.base.outputs import CompletionOutput
 from mainspring.base.params import RequestOutputKind, SamplingParams
 from mainspring.frontend.async_llm import AsyncLLM, RequestStream
-from mainspring.server.answering import ByteStream, EventStream, Framing, Question, ask, named_event
+from mainspring.server.answering import ByteStream, EventStream, Framing, Question, are_long, ask, named_event
 from mainspring.server.conversation import Reading, converse
 from mainspring.server.errors import ApiError, as_api_error, reworded
 from mainspring.server.generating import LOAD, LOAD_FORMAT, generator, load_report, make_question
 from mainspring.server.http import JSONReply, cancelled, while_connected
 from mainspring.server.logprobs import TokenNames, chat_logprobs
+from mainspring.server.prompts import off_loop_if
 from mainspring.server.reading import read
 from mainspring.server.replies import ChosenLogprob
 from mainspring.server.responses_items import as_chat, judged_items, renamed
@@ -137,7 +138,8 @@ async def _answer(
 
 async def _whole(stream: RequestStream, writer: ResponsesWriter) -> ResponsesReply:
     try:
-        return writer.whole([await anext(stream)])
+        outputs = [await anext(stream)]
+        return await off_loop_if(are_long(outputs), lambda: writer.whole(outputs))
     except Exception as error:
         for _ in writer.failed(as_api_error(error)):  # as it is stored
             pass

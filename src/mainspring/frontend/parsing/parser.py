@@ -37,7 +37,7 @@ PIECE_CHARS = 2048  # some 3 ms of the costliest text, a nested list in Python
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """A text that came as a whole, in pieces between which an event loop can do other things."""
+    """A text that came as a whole, in pieces between which other work can be done."""
     return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
 
 
