@@ -137,6 +137,19 @@ def test_a_call_that_is_cut(fields, text):
     assert longest == SHORT
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"A\n{CALL}\n\n after", "A\nafter"),
+        (f"{CALL}{SECOND} after", "after"),
+        (f"A {CALL}B{SECOND}", "A\nB"),
+    ],
+)
+def test_texts_around_calls_are_not_glued(text, content):
+    with server_of(text) as server:
+        assert both(server)[0] == content
+
+
 def test_what_is_long_is_read_beside_the_loop(monkeypatch):
     """Whole and streamed, by every API, and with the same result; what is short is not worth a thread."""
     threads = []

@@ -234,7 +234,7 @@ class ChatWriter:
     def _read(self, reader: AnswerReader, answer: CompletionOutput) -> list[Event]:
         """What is new. Of reasoning that is not shown, `answer` loses its tokens too."""
         num_before = reader.num_reasoning_tokens
-        events = joined(reader.read(answer))
+        events = joined(reader.read_as_one(answer))
         if self._shows_reasoning or self._reading.reasoning_format is None:
             return events
         num_hidden = reader.num_reasoning_tokens - num_before

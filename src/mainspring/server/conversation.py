@@ -11,6 +11,8 @@ Rules.
 3. An answer's reason to end: length, if it was cut, whatever it says; `tool_calls`, if it has called of its
    own accord or had to call some tool; `stop` otherwise, also where it had to call a certain tool (case
    B137), and where a stop string has cut a call: nobody may take that for one that was made.
+4. White space beside a call is part of it. Where an answer has one text, whatever stands between its parts
+   (`read_as_one`), a line ends there instead.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._use = reading.use
         self._has_cut_call = False  # by a stop string
+        self._has_text = False
+        self._is_behind_text = False  # and a call
         self._parser = None  # where all is content
         if reading.tool_format is not None or reading.reasoning_format is not None:
             self._parser = AnswerParser(
@@ -94,6 +98,18 @@ class AnswerReader:
             events = [event for event in events if not _is_further_call(event)]
         if self._use.is_forced:  # what stands between calls, or began one before the answer was cut
             events = [event for event in events if not isinstance(event, Content)]
+        return events
+
+    def read_as_one(self, answer: CompletionOutput) -> list[Event]:
+        """The same, for an API whose answers have one text: see rule 4."""
+        events = self.read(answer)
+        for number, event in enumerate(events):
+            if isinstance(event, CallBegins):
+                self._is_behind_text = self._has_text
+            elif isinstance(event, Content):
+                if self._is_behind_text:
+                    events[number] = Content("\n" + event.text)
+                self._has_text, self._is_behind_text = True, False
         return events
 
     @property
