@@ -178,6 +178,19 @@ def test_what_follows_is_bound_and_reasoning_is_not():
         assert bound(server).json == '{"type": "array"}'
 
 
+def test_what_cannot_be_bound_is_refused_by_the_name_that_was_sent():
+    with scripted(text_script("x"), template=MAY) as server:
+        server.service._chats = server.service.chats._replace(specials=frozenset({"</think>"}))
+        for fields in (
+            {"response_format": SCHEMA},
+            {"guided_regex": "a"},
+            {"structured_outputs": {"regex": "a"}},
+        ):
+            reply = server.chat(**fields)
+            assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+            assert "special token" in reply.error["message"]
+
+
 def test_a_budget():
     with scripted(text_script("x</think>y"), template=MUST) as server:
         assert said(server, thinking_token_budget=5) == ("x", "y", [], "stop")

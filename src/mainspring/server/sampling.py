@@ -144,15 +144,19 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
 def named(error: ApiError, body: GenerationRequest) -> ApiError:
     """The engine has one field for what a text must be, and one kind where the model reasons before it: here
     a refusal gets the names that were sent."""
+    given = body.structured_outputs
+    asked = next((name for name in _ASKING if getattr(body, name) not in (None, False)), None)
+    if error.param != "structured_outputs" or (given is not None and asked is not None):
+        return error
     found = _OF_STRUCTURE.match(error.message)
     if found is None:
-        return error
-    asked = next((name for name in _ASKING if getattr(body, name) not in (None, False)), None)
+        return error.saying(error.message, asked or error.param)
+    reason = error.message[found.end() :]
     if asked is not None:
-        return error.saying(f"{asked}: {error.message[found.end() :]}", asked)
-    if (given := body.structured_outputs) is not None and found["kind"]:
-        kind = next(name for name in STRUCTURE_KINDS if getattr(given, name) is not None)
-        return error.saying(f"structured_outputs: {kind}: {error.message[found.end() :]}", error.param)
+        return error.saying(f"{asked}: {reason}", asked)
+    kind = next((name for name in STRUCTURE_KINDS if getattr(given, name, None) is not None), None)
+    if kind is not None and found["kind"]:
+        return error.saying(f"structured_outputs: {kind}: {reason}", error.param)
     return error
 
 
