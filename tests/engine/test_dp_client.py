@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from msgspec import structs
@@ -14,7 +16,7 @@ from mainspring.base.config import EngineConfig, SchedulerConfig
 from mainspring.base.errors import ConfigError, EngineDeadError, RequestError
 from mainspring.base.messages import CheckHealth, EngineCoreRequest, GetStats
 from mainspring.base.params import SamplingParams
-from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient
+from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient, _Live
 from mainspring.engine.mp_client import AsyncMPClient
 
 pytestmark = pytest.mark.anyio
@@ -46,8 +48,9 @@ def request(name: str, max_tokens: int = 10, rank: int | None = None, prompt: in
 
 
 @asynccontextmanager
-async def cores(num_ranks: int = 2, step_s: float = 0.0, **changes):
-    group = await asyncio.to_thread(CoreGroup, [config(step_s, **changes)] * num_ranks)
+async def cores(num_ranks: int = 2, step_s: float = 0.0, shutdown_timeout_s: float = 0.0):
+    start = partial(CoreGroup, [config(step_s)] * num_ranks, shutdown_timeout_s=shutdown_timeout_s)
+    group = await asyncio.to_thread(start)
     client = DPLBAsyncMPClient(group)
     try:
         yield client
@@ -68,6 +71,14 @@ async def collect(client, names: set[str], on_news=lambda said: None) -> dict[st
                 left.remove(output.request_id)
         on_news(said)
     return said
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_true():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("it did not come true")
 
 
 async def alone(requests: list[EngineCoreRequest]) -> dict[str, list[int]]:
@@ -159,15 +170,49 @@ async def test_the_last_rank_s_end_is_the_end() -> None:
             await client.add_request(request("r2"))
 
 
+@pytest.mark.parametrize("shutdown_timeout_s", [0.0, 20.0])
+async def test_a_rank_that_is_asked_to_end_hands_over(shutdown_timeout_s: float) -> None:
+    """Case B163: SIGTERM to one of two. It finishes what it has time for and the other has the rest; nothing
+    new goes to it, and commands leave it out."""
+    names = [f"r{n}" for n in range(12)]
+    expected = await alone([request(name, max_tokens=60) for name in [*names, "r90", "r91"]])
+    async with cores(step_s=0.005, shutdown_timeout_s=shutdown_timeout_s) as client:
+        for name in names:
+            await client.add_request(request(name, max_tokens=60))
+        reader = asyncio.create_task(collect(client, set(expected)))
+        await until(lambda: sum(len(live.request.output_token_ids) for live in client._live.values()) > 100)
+        leaving = client._clients[1]
+        os.kill(leaving.process.pid, signal.SIGTERM)
+        await until(lambda: leaving.is_leaving)
+        for name in ("r90", "r91"):
+            await client.add_request(request(name, max_tokens=60, rank=1))
+        assert await client.call(CheckHealth()) is True
+        assert await reader == expected
+        await until(lambda: leaving.process.how_it_ended() is not None)
+        assert await client.call(CheckHealth()) is True
+
+
+async def test_who_has_said_that_it_ends_is_no_zombie() -> None:
+    """Though the others go on, and its client is kept with theirs."""
+    breaks = {"phase": "decode", "deed": "raise", "fake": {"num_blocks": 400}}
+    group = await asyncio.to_thread(CoreGroup, [config(executor_args=breaks), config(0.002)])
+    client = DPLBAsyncMPClient(group)
+    try:
+        await client.add_request(request("r1", max_tokens=60, rank=0))
+        said = await collect(client, {"r1"})
+        assert len(said["r1"]) == 60
+        await until(lambda: not os.path.exists(f"/proc/{group.processes[0].pid}"))  # where a zombie would be
+    finally:
+        await client.shutdown()
+
+
 async def test_no_rank_idles_while_requests_wait_in_another() -> None:
     """Four seats each. Everything long is in one rank and the other runs dry: those who wait move over, and
     answer what they would have answered where they were."""
     expected = await alone([request(f"r{n}", max_tokens=40) for n in range(16)])
     async with cores(step_s=0.004) as client:
         for n in range(16):
-            one = request(f"r{n}", max_tokens=40)
-            await client._clients[0].add_request(one)
-            client._enter(one, 0)
+            await client._place(_Live(request(f"r{n}", max_tokens=40)), 0)
         moved = False
 
         def look(said: dict[str, list[int]]) -> None:
@@ -177,6 +222,15 @@ async def test_no_rank_idles_while_requests_wait_in_another() -> None:
         assert await collect(client, set(expected), look) == expected
         assert moved
         assert client.loads == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_a_start_that_fails_says_who_failed_first(killed: int) -> None:
+    """The others were given up for that."""
+    deeds = [{"phase": "loading", "deed": "sleep"}, {"phase": "loading", "deed": "sleep"}]
+    deeds[killed] = {"phase": "loading", "deed": "kill"}
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL while it was starting"):
+        await asyncio.to_thread(CoreGroup, [config(executor_args=deed) for deed in deeds])
 
 
 async def test_one_that_does_not_start_ends_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -337,6 +338,23 @@ def test_a_shutdown_is_told_to_who_waits_for_news(place: Place):
             await client.get_output()
 
     with_async_client(use, fake_config())
+
+
+def test_a_core_that_has_said_that_it_ends_is_waited_for(place: Place):
+    """It would stay behind as a zombie, for as long as its client is kept."""
+
+    async def read(client: AsyncMPClient) -> None:
+        while True:
+            await client.get_output()
+
+    async def use(client: AsyncMPClient) -> None:
+        await client.add_request(request("r"))
+        with pytest.raises(EngineDeadError, match="PlannedFailure"):
+            await read(client)
+        pid = client.process.pid
+        await asyncio.to_thread(wait_until, lambda: not os.path.exists(f"/proc/{pid}"), DEATH_BOUND_S)
+
+    with_async_client(use, fake_config(phase="decode", deed="raise"))
 
 
 def test_two_may_end_a_client_at_once(place: Place):

@@ -10,7 +10,7 @@ import pytest
 
 from mainspring.base.errors import RequestError
 from mainspring.base.messages import SchedulerStats
-from mainspring.engine.router import MOST_AHEAD, EngineLoad, Move, check_rank, moves, pick_engine
+from mainspring.engine.router import EngineLoad, Move, check_rank, moves, pick_engine
 
 
 def idle(number: int) -> list[EngineLoad]:
@@ -65,8 +65,27 @@ def test_a_beginning_has_a_home_unless_that_is_much_busier() -> None:
     assert set(homes) == {0, 1, 2, 3}
     without = [pick_engine(idle(4), {0, 1, 2}, 7, prompt, "prefix") for prompt in prompts]
     assert all(new == old for new, old in zip(without, homes, strict=True) if old != 3), "only its own move"
-    busy = [EngineLoad(MOST_AHEAD + 1, 0) if engine == homes[0] else EngineLoad(0, 0) for engine in range(4)]
-    assert pick_engine(busy, range(4), 0, prompts[0], "prefix") != homes[0]
+    busy = [EngineLoad(300 if engine == homes[0] else 0, 0) for engine in range(4)]
+    assert pick_engine(busy, range(4), 0, prompts[0], "prefix") == homes[0], "that much may be cached"
+    assert pick_engine(busy, range(4), 0, prompts[0][:299], "prefix") != homes[0]
+
+
+def test_turns_of_a_conversation_have_one_home() -> None:
+    """They are short, and each has the one before as its beginning; so have the questions behind one system
+    prompt."""
+    dice = random.Random(1)
+
+    def said() -> list[int]:
+        return [dice.randrange(1000) for _ in range(40)]
+
+    for first in range(20):
+        prompt, homes = said(), set()
+        for turn in range(5):
+            homes.add(pick_engine(idle(4), range(4), first + turn, prompt, "prefix"))
+            prompt = prompt + said()
+        assert len(homes) == 1
+    system = said()
+    assert len({pick_engine(idle(4), range(4), turn, system + said(), "prefix") for turn in range(20)}) == 1
 
 
 def stats(running: int, waiting: int) -> SchedulerStats:
@@ -74,11 +93,11 @@ def stats(running: int, waiting: int) -> SchedulerStats:
 
 
 def test_who_waits_goes_where_a_seat_is_free() -> None:
-    assert moves([stats(8, 5), stats(2, 0)], [13, 2], {0, 1}) == [Move(0, 1, 5)]
-    assert moves([stats(8, 5), stats(6, 0)], [13, 6], {0, 1}) == [Move(0, 1, 2)]
-    assert moves([stats(8, 5), stats(8, 1)], [13, 9], {0, 1}) == []
-    assert moves([stats(8, 5), stats(0, 0)], [13, 0], {0}) == [], "not to the dead"
-    assert moves([stats(4, 9), stats(0, 0), stats(2, 0)], [13, 0, 2], {0, 1, 2}) == [
+    assert moves([stats(8, 5), stats(2, 0)], [13, 2], {0, 1}, {0, 1}) == [Move(0, 1, 5)]
+    assert moves([stats(8, 5), stats(6, 0)], [13, 6], {0, 1}, {0, 1}) == [Move(0, 1, 2)]
+    assert moves([stats(8, 5), stats(8, 1)], [13, 9], {0, 1}, {0, 1}) == []
+    assert moves([stats(8, 5), stats(0, 0)], [13, 0], {0, 1}, {0}) == [], "not to those that take none"
+    assert moves([stats(4, 9), stats(0, 0), stats(2, 0)], [13, 0, 2], {0, 1, 2}, {0, 1, 2}) == [
         Move(0, 1, 4),
         Move(0, 2, 2),
     ]
@@ -121,6 +140,6 @@ def test_no_engine_idles_while_requests_wait_elsewhere(num_engines: int) -> None
         is_idle = any(not engine.running for engine in engines)
         idle_steps = idle_steps + 1 if is_idle and wait_somewhere else 0
         assert idle_steps <= 1
-        for source, target, count in moves(told, live, range(num_engines)):
+        for source, target, count in moves(told, live, range(num_engines), range(num_engines)):
             for _ in range(count):
                 engines[target].waiting.append(engines[source].waiting.popleft())

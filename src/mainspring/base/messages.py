@@ -265,6 +265,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     scheduler_stats: SchedulerStats | None = None
     timestamp_s: float = 0.0
     utility_output: UtilityOutput | None = None
+    is_leaving: bool = False  # to client 0, once: the core was asked to end, and takes nothing more
     # Of ranks in lock-step (engine/lockstep.py), to who coordinates them:
     wave_complete: int | None = None  # this wave is over, all sleep
     start_wave: int | None = None  # a rank has woken for it: the others are to be started

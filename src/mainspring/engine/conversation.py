@@ -45,6 +45,7 @@ class Conversation:
     def __init__(self, client_index: int = 0) -> None:
         self.client_index = client_index
         self.cause_of_death: str | None = None
+        self.is_leaving = False  # the core was asked to end: it takes nothing more
         self._codec = Codec()
         self._call_ids = itertools.count()
         self._pending: dict[int, tuple[Command, Answer]] = {}
@@ -75,6 +76,7 @@ class Conversation:
         if frames[0] == ENGINE_CORE_DEAD:
             raise self.died(frames[1].decode("utf-8", "replace"))
         outputs = self._codec.decode_outputs(frames[0])
+        self.is_leaving |= outputs.is_leaving
         if outputs.utility_output is not None:
             call_id, result, error = outputs.utility_output
             command, answer = self._pending.pop(call_id)

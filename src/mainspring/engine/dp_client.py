@@ -7,6 +7,13 @@ Theory of operation.
   dies, its requests go to others, with those tokens as output that is not said again; so nobody's answer
   loses a token or gets one twice, and greedy and seeded answers go on as they would have. Only the last
   rank's end is the end.
+- Each stay of a request in a rank has a number, which is a part of its id there: what is said of a stay that
+  is over counts no more, also where the next is in the same rank.
+- A request that two deaths have met may be what brought them about: it fails, and the others go on.
+- A rank that is asked to end takes nothing more and finishes what it can; what it aborts goes on elsewhere.
+- A rank that has work and says nothing for `SILENT_S` gets nothing new until it speaks. Its requests stay: it
+  may be in a long step, and who moved what that step runs would do it again and again. The health check,
+  which asks every rank, tells of one that never comes back.
 - A request that waits for a seat in one rank goes to another where one is free (`router.moves`).
 - Ranks whose experts are spread over all step together (`lockstep.py`): then this client coordinates their
   waves, and the death of one is the end of all, for they wait for each other.
@@ -16,6 +23,7 @@ Theory of operation.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -34,9 +42,11 @@ from mainspring.base.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishReason,
     GetStats,
     SchedulerStats,
 )
+from mainspring.engine.conversation import CommandFailed
 from mainspring.engine.launch import ConfigSource, CoreProcess
 from mainspring.engine.lockstep import Belief, on_sending, on_wake_wish, on_wave_complete
 from mainspring.engine.mp_client import AsyncMPClient
@@ -48,7 +58,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STAY_MARK = "#"  # before the number of a request's stay
 MAX_UNREAD = 64  # messages in the queue; then they stay with the ranks' clients
+MOST_DEATHS = 2  # of ranks, that a request may have met: the second time it is the suspect
+SILENT_S = 10.0  # longer than any but the largest step
 
 
 class CoreGroup:
@@ -66,19 +79,20 @@ class CoreGroup:
         ended and its error is raised."""
         self.is_lockstep = lockstep
         given_up = given_up or threading.Event()
+        failures: list[BaseException] = []  # in their order
         start = partial(CoreProcess, shutdown_timeout_s=shutdown_timeout_s, given_up=given_up)
         links = make_links(len(configs)) if lockstep else []
         with ThreadPoolExecutor(len(configs), "mainspring-ranks") as threads:
             starting = [
-                threads.submit(_started, start, *_linked(config, rank, links), given_up)
+                threads.submit(_started, start, *_linked(config, rank, links), given_up, failures)
                 for rank, config in enumerate(configs)
             ]
         close_links(links)
-        errors = [error for future in starting if (error := future.exception()) is not None]
         self.processes = [future.result() for future in starting if future.exception() is None]
-        if errors:
+        if failures:
             self.close()
-            raise next((error for error in errors if not isinstance(error, EngineDeadError)), errors[0])
+            # The first is the cause; but ranks with links may see the end of one before it has said why.
+            raise next((error for error in failures if not isinstance(error, EngineDeadError)), failures[0])
 
     @classmethod
     def of_alike(cls, config: Callable[[], EngineConfig], size: int, **more: Any) -> CoreGroup:
@@ -135,36 +149,44 @@ def _started(
     config: ConfigSource,
     inherited: list[int],
     given_up: threading.Event,
+    failures: list[BaseException],
 ) -> CoreProcess:
     try:
         return start(config, inherited=inherited)
-    except BaseException:
+    except BaseException as error:
+        failures.append(error)
         given_up.set()  # the others need not go on
         raise
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request, with what was passed on of its answer."""
+    """A request, with what was passed on of its answer: the journal's own copy, its tokens included."""
 
     request: EngineCoreRequest
-    engine: int
-    num_unread: int  # tokens of the prompt, until the first answer
+    engine: int = -1
+    id_there: str = ""  # the caller's and the number of this stay
+    num_unread: int = 0  # tokens of the prompt, until the first answer
+    num_deaths: int = 0  # of ranks, that it was in
 
 
 class DPLBAsyncMPClient:
     """As `AsyncMPClient`, of which it has one per rank."""
 
-    def __init__(self, group: CoreGroup, routing: Routing = "load") -> None:
+    def __init__(self, group: CoreGroup, routing: Routing = "load", *, by_priority: bool = False) -> None:
+        """`by_priority`: so the ranks choose who gets a seat."""
         self._clients = [AsyncMPClient(process) for process in group.processes]
         self.num_engines = len(self._clients)
         self.max_model_len = group.ready.max_model_len
         self._routing: Routing = routing
-        self._alive = set(range(len(self._clients)))
+        self._by_priority = by_priority
+        self._alive = set(range(self.num_engines))
         self._live: dict[str, _Live] = {}
-        self._unread_tokens = [0] * len(self._clients)
-        self._num_requests = [0] * len(self._clients)
+        self._stays = itertools.count()
+        self._unread_tokens = [0] * self.num_engines
+        self._num_requests = [0] * self.num_engines
         self._stats = [SchedulerStats() for _ in self._clients]
+        self._heard_s = [0.0] * self.num_engines  # of each the last word, or since when it has had work
         self._turn = 0
         self._is_lockstep = group.is_lockstep
         self._belief = Belief()  # in lock-step
@@ -179,115 +201,69 @@ class DPLBAsyncMPClient:
     def loads(self) -> list[EngineLoad]:
         return [EngineLoad(*load) for load in zip(self._unread_tokens, self._num_requests, strict=True)]
 
+    # -- who runs what ---------------------------------------------------------------------------------------
+
+    def _staying(self) -> set[int]:
+        """Ranks that nobody has asked to end; where all were, those that still live."""
+        return {rank for rank in self._alive if not self._clients[rank].is_leaving} or self._alive
+
+    def _takers(self) -> set[int]:
+        """Who gets what is new: of those who stay the ones that speak, if any does."""
+        staying, long_ago_s = self._staying(), _now_s() - SILENT_S
+        return {r for r in staying if not self._num_requests[r] or self._heard_s[r] > long_ago_s} or staying
+
     async def add_request(self, request: EngineCoreRequest) -> None:
         """A rank that is asked for has the request as long as it lives; then another has it.
 
         Raises `RequestError` for one that there is not, `EngineDeadError` once all have ended.
         """
         check_rank(request.data_parallel_rank, self.num_engines)
-        own = list(request.output_token_ids)  # the journal writes there
-        await self._place(structs.replace(request, output_token_ids=own))
+        own = list(request.output_token_ids)
+        await self._place(_Live(structs.replace(request, output_token_ids=own)), request.data_parallel_rank)
 
-    async def _place(self, request: EngineCoreRequest) -> None:
+    async def _place(self, live: _Live, wanted: int | None) -> None:
+        """Send it to the rank `wanted`, or if that is gone to whom the router chooses; raises
+        `EngineDeadError` if nobody is left."""
         while True:
-            self._check_alive()
-            engine = self._choose(request)
+            engine = self._choose(live.request, wanted)
+            live.id_there = f"{live.request.request_id}{STAY_MARK}{next(self._stays)}"
             try:
-                await self._start_others(engine, request)
-                await self._clients[engine].add_request(request)
+                await self._send(structs.replace(live.request, request_id=live.id_there), engine)
             except EngineDeadError:  # the reader will say so too, and its requests are moved then
                 self._alive.discard(engine)
-                continue
-            self._enter(request, engine)
-            return
+                if not self._alive:
+                    raise
+            else:
+                self._enter(live, engine)
+                return
 
-    def _enter(self, request: EngineCoreRequest, engine: int) -> None:
-        self._live[request.request_id] = _Live(request, engine, len(request.prompt_token_ids))
-        self._unread_tokens[engine] += len(request.prompt_token_ids)
-        self._num_requests[engine] += 1
+    def _choose(self, request: EngineCoreRequest, wanted: int | None) -> int:
+        self._check_alive()
+        if wanted in self._staying():
+            return wanted
+        self._turn += 1
+        return pick_engine(self.loads, self._takers(), self._turn, request.prompt_token_ids, self._routing)
 
-    async def _start_others(self, engine: int, request: EngineCoreRequest) -> None:
+    async def _send(self, request: EngineCoreRequest, engine: int) -> None:
         """Ranks in lock-step that sleep must wake for a request to one of them."""
         if self._is_lockstep:
             request.current_wave = self._belief.number
             self._belief, starts = on_sending(self._belief)
             if starts:
                 await self._start_wave(request.current_wave, engine)
+        await self._clients[engine].add_request(request)
 
     async def _start_wave(self, number: int, except_for: int) -> None:
         for engine in sorted(self._alive - {except_for}):
             await self._clients[engine].start_wave(number)
 
-    def _choose(self, request: EngineCoreRequest) -> int:
-        """A rank that was asked for has it as long as it lives."""
-        if request.data_parallel_rank in self._alive:
-            return request.data_parallel_rank
-        if not self._alive:
-            raise EngineDeadError(self._cause_of_death or "all engine cores have ended")
-        self._turn += 1
-        return pick_engine(self.loads, self._alive, self._turn, request.prompt_token_ids, self._routing)
-
-    async def abort_requests(self, request_ids: list[str]) -> None:
-        by_engine: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            if (live := self._forget(request_id)) is not None:
-                by_engine.setdefault(live.engine, []).append(request_id)
-        for engine, ids in by_engine.items():
-            await self._clients[engine].abort_requests(ids)
-
-    async def call(self, command: Command) -> CommandResult:
-        """Of all ranks: their statistics as one, else whether all say yes."""
-        self._check_alive()
-        ranks = sorted(self._alive)
-        answers = await asyncio.gather(*(self._clients[rank].call(command) for rank in ranks))
-        if isinstance(command, GetStats):
-            for rank, stats in zip(ranks, answers, strict=True):
-                self._stats[rank] = stats
-            return total(self._stats)
-        if all(isinstance(answer, bool) for answer in answers):
-            return all(answers)
-        return answers[0]
-
-    async def get_output(self) -> EngineCoreOutputs:
-        """The next news of any rank. Raises `EngineDeadError` once all have ended."""
-        while True:
-            self._check_alive()
-            engine, news = await self._news.get()
-            if isinstance(news, EngineDeadError):
-                await self._move_requests_of(engine, news)
-                continue
-            if news.wave_complete is not None:
-                self._belief = on_wave_complete(self._belief, news.wave_complete)
-            if news.start_wave is not None:
-                self._belief, starts = on_wake_wish(self._belief, news.start_wave)
-                if starts:
-                    await self._start_wave(news.start_wave, engine)
-            if news.scheduler_stats is not None:
-                self._stats[engine] = news.scheduler_stats
-                news.scheduler_stats = total(self._stats)
-            news.outputs = [output for output in news.outputs if self._note(output, engine)]
-            await self._rebalance()
-            return news
-
-    async def shutdown(self) -> None:
-        await asyncio.gather(*(client.shutdown() for client in self._clients))
-        for reader in self._readers:
-            reader.cancel()
-        self._die("the engine was shut down")
-
-    def _note(self, output: EngineCoreOutput, engine: int) -> bool:
-        """Into the journal; False for one that is not, or no longer, this rank's to answer."""
-        live = self._live.get(output.request_id)
-        if live is None:
-            return output.finish_reason is not None
-        if live.engine != engine:
-            return False
-        self._unread_tokens[engine] -= live.num_unread
-        live.num_unread = 0
-        live.request.output_token_ids.extend(output.new_token_ids)
-        if output.finish_reason is not None:
-            self._forget(output.request_id)
-        return True
+    def _enter(self, live: _Live, engine: int) -> None:
+        self._live[live.request.request_id] = live
+        live.engine, live.num_unread = engine, len(live.request.prompt_token_ids)
+        self._unread_tokens[engine] += live.num_unread
+        if not self._num_requests[engine]:
+            self._heard_s[engine] = _now_s()
+        self._num_requests[engine] += 1
 
     def _forget(self, request_id: str) -> _Live | None:
         live = self._live.pop(request_id, None)
@@ -296,49 +272,156 @@ class DPLBAsyncMPClient:
             self._num_requests[live.engine] -= 1
         return live
 
-    async def _move_requests_of(self, engine: int, error: EngineDeadError) -> None:
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        by_engine: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if (live := self._forget(request_id)) is not None:
+                by_engine.setdefault(live.engine, []).append(live.id_there)
+        for engine, ids in by_engine.items():
+            await self._clients[engine].abort_requests(ids)
+
+    async def call(self, command: Command) -> CommandResult:
+        """Of all ranks: their statistics as one, else whether all say yes. Those that end, or have been asked
+        to, are left out."""
+        self._check_alive()
+        ranks = sorted(self._staying())
+        answers = await asyncio.gather(
+            *(self._clients[rank].call(command) for rank in ranks), return_exceptions=True
+        )
+        of_rank = {rank: a for rank, a in zip(ranks, answers, strict=True) if not self._has_gone(rank, a)}
+        for answer in of_rank.values() if of_rank else answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        for rank, answer in of_rank.items():
+            if isinstance(answer, SchedulerStats):
+                self._learn(rank, answer)
+        if isinstance(command, GetStats):
+            return self._total()
+        if all(isinstance(answer, bool) for answer in of_rank.values()):
+            return all(of_rank.values())
+        return next(iter(of_rank.values()))
+
+    def _has_gone(self, rank: int, answer: object) -> bool:
+        is_refused = isinstance(answer, CommandFailed) and self._clients[rank].is_leaving
+        return is_refused or isinstance(answer, EngineDeadError)
+
+    # -- what the ranks say ----------------------------------------------------------------------------------
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """The next news of any rank. Raises `EngineDeadError` once all have ended."""
+        while True:
+            if self._cause_of_death is not None:
+                raise EngineDeadError(self._cause_of_death)
+            engine, news = await self._news.get()
+            if isinstance(news, EngineDeadError):
+                if failed := await self._move_requests_of(engine, news):
+                    return EngineCoreOutputs(outputs=failed)
+                continue
+            self._heard_s[engine] = _now_s()
+            if news.wave_complete is not None:
+                self._belief = on_wave_complete(self._belief, news.wave_complete)
+            if news.start_wave is not None:
+                self._belief, starts = on_wake_wish(self._belief, news.start_wave)
+                if starts:
+                    await self._start_wave(news.start_wave, engine)
+            if news.scheduler_stats is not None:
+                self._learn(engine, news.scheduler_stats)
+                news.scheduler_stats = self._total()
+            news.outputs = [output for output in news.outputs if await self._note(output)]
+            await self._rebalance()
+            return news
+
+    async def _note(self, output: EngineCoreOutput) -> bool:
+        """Into the journal; False for what is not to be passed on: it is of a stay that is over, or its rank
+        leaves and another goes on."""
+        request_id, _, _ = output.request_id.rpartition(STAY_MARK)
+        live = self._live.get(request_id)
+        if live is None or live.id_there != output.request_id:
+            return False
+        is_aborted = output.finish_reason is FinishReason.ABORT
+        if is_aborted and self._clients[live.engine].is_leaving and live.engine not in self._staying():
+            self._forget(request_id)
+            await self._place(live, None)
+            return False
+        output.request_id = request_id
+        self._unread_tokens[live.engine] -= live.num_unread
+        live.num_unread = 0
+        live.request.output_token_ids.extend(output.new_token_ids)
+        if output.finish_reason is not None:
+            self._forget(request_id)
+        return True
+
+    async def _move_requests_of(self, engine: int, error: EngineDeadError) -> list[EngineCoreOutput]:
+        """It has ended. Returns the ends of requests that shall end nobody else."""
         self._alive.discard(engine)
         self._stats[engine] = of_the_dead(self._stats[engine])
-        orphans = [live.request for live in self._live.values() if live.engine == engine]
         if self._is_lockstep:  # the others wait for it in a collective, or will
             await asyncio.gather(*(self._clients[rank].shutdown() for rank in sorted(self._alive)))
             self._alive.clear()
         if not self._alive:
             self._die(str(error))
-            return
+            return []
+        orphans = [live for live in self._live.values() if live.engine == engine]
         logger.error(
             "rank %d has ended (%s); its %d requests go on in others: %s",
             engine, error, len(orphans), ", ".join(map(str, sorted(self._alive))),
         )  # fmt: skip
-        for request in orphans:
-            self._forget(request.request_id)
-            await self._place(request)
+        failed = []
+        for live in orphans:
+            self._forget(live.request.request_id)
+            live.num_deaths += not self._clients[engine].is_leaving
+            if live.num_deaths < MOST_DEATHS:
+                await self._place(live, None)
+            else:
+                cause = f"{live.num_deaths} engine cores have ended while they had it, the last one: {error}"
+                failed.append(EngineCoreOutput(live.request.request_id, [], FinishReason.ERROR, error=cause))
+        return failed
 
     async def _rebalance(self) -> None:
-        """Who waits in one engine for a seat goes to another that has one free, the longest waiting first: no
+        """Who waits in one engine for a seat goes to another that has one free, the first in line first: no
         engine idles while requests wait elsewhere."""
-        for move in moves(self._stats, self._num_requests, self._alive):
-            unanswered = [
-                live.request
-                for live in self._live.values()
-                if live.engine == move.source and live.num_unread and live.request.data_parallel_rank is None
-            ]
-            waiting = unanswered[max(0, len(unanswered) - self._stats[move.source].num_waiting) :]
-            for request in waiting[: move.num_requests]:
-                self._forget(request.request_id)
-                await self._clients[move.source].abort_requests([request.request_id])
-                await self._start_others(move.target, request)
-                await self._clients[move.target].add_request(request)
-                self._enter(request, move.target)
-                self._stats[move.source].num_waiting -= 1
+        for move in moves(self._stats, self._num_requests, self._alive, self._takers()):
+            for live in self._waiting_in(move.source)[: move.num_requests]:
+                self._forget(live.request.request_id)
+                await self._clients[move.source].abort_requests([live.id_there])
+                await self._place(live, move.target)
+                stats = self._stats[move.source]
+                self._stats[move.source] = structs.replace(stats, num_waiting=stats.num_waiting - 1)
+
+    def _waiting_in(self, engine: int) -> list[_Live]:
+        """In their order: the last ones of those without an answer, for the first may be being read."""
+        unanswered = [
+            live
+            for live in self._live.values()
+            if live.engine == engine and live.num_unread and live.request.data_parallel_rank is None
+        ]
+        if self._by_priority:
+            unanswered.sort(key=lambda live: (live.request.priority, live.request.arrival_time_s))
+        return unanswered[max(0, len(unanswered) - self._stats[engine].num_waiting) :]
+
+    def _learn(self, engine: int, stats: SchedulerStats) -> None:
+        """Answers overtake news, and counters only grow."""
+        if stats.num_steps >= self._stats[engine].num_steps:
+            self._stats[engine] = stats if engine in self._alive else of_the_dead(stats)
+
+    def _total(self) -> SchedulerStats:
+        return total(self._stats, len(self._alive))
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        await asyncio.gather(*(client.shutdown() for client in self._clients))
+        for reader in self._readers:
+            reader.cancel()
+        self._die("the engine was shut down")
 
     def _die(self, cause: str) -> None:
         self._cause_of_death = self._cause_of_death or cause
         self._alive.clear()
 
     def _check_alive(self) -> None:
-        if self._cause_of_death is not None:
-            raise EngineDeadError(self._cause_of_death)
+        if not self._alive:
+            raise EngineDeadError(self._cause_of_death or "all engine cores have ended")
 
 
 async def _read(
@@ -353,15 +436,19 @@ async def _read(
         await news.put((rank, error))
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def of_the_dead(last: SchedulerStats) -> SchedulerStats:
     """Nothing is in it any more; what it has done stays done, for counters only grow."""
     return structs.replace(last, num_running=0, num_waiting=0, num_parked=0, kv_cache_usage=0.0)
 
 
-def total(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Counters and numbers as sums, the share of blocks as the mean; and each of them."""
+def total(stats: Sequence[SchedulerStats], num_alive: int) -> SchedulerStats:
+    """Counters and numbers as sums, the share of blocks as the mean of those that live; and each of them."""
     numbers = set(SchedulerStats.__struct_fields__) - {"engines"}
     summed = SchedulerStats(**{name: sum(getattr(one, name) for one in stats) for name in numbers})
     summed.engines = tuple(stats)
-    summed.kv_cache_usage /= max(1, len(stats))
+    summed.kv_cache_usage /= max(1, num_alive)
     return summed

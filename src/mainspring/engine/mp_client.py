@@ -175,6 +175,11 @@ class AsyncMPClient:
         """Share a core that another process has started for several front ends."""
         return cls(JoinedCore(address), client_index, owns_process=False)
 
+    @property
+    def is_leaving(self) -> bool:
+        """The core was asked to end: it aborts what it is sent, and at its deadline what it has."""
+        return self._talk.is_leaving
+
     async def add_request(self, request: EngineCoreRequest) -> None:
         self._send(self._talk.add(request))
 
@@ -209,6 +214,7 @@ class AsyncMPClient:
             await asyncio.to_thread(self.process.close)
         linger_s = 0.0 if self._owns_process or self._talk.cause_of_death else LINGER_S
         self._talk.died("the engine was shut down")
+        self._watch.cancel()
         self._end()
         await asyncio.to_thread(self._sockets.close, linger_s)
         if isinstance(self.process, JoinedCore):
@@ -248,17 +254,17 @@ class AsyncMPClient:
         return False
 
     def _look_at_process(self) -> None:
-        """What a dead core has said before is read to its end first."""
+        """What a dead core has said before is read to its end first. One that has said itself that it ends is
+        looked at until it has: its process would stay behind as a zombie."""
         end = self.process.how_it_ended()
-        if end is not None and self._read():
+        if end is not None and self._talk.cause_of_death is None and self._read():
             self._talk.died(end)
             self._end()
-        elif self._talk.cause_of_death is None:
+        if end is None or self._talk.cause_of_death is None:
             self._watch = self._loop.call_later(WATCH_S, self._look_at_process)
 
     def _end(self) -> None:
         """Nothing is read any more; who waits for news is told of the end."""
-        self._watch.cancel()
         if not self._is_held:  # else the sockets may be being closed
             self._hold()
         self._arrived.set()

@@ -6,7 +6,8 @@ Process mode is this wrapper; the core inside does not know of it.
 Endings.
 - Shutdown is a state, RUNNING -> REQUESTED -> SHUTTING_DOWN, moved by signals or by the parent; a second
   signal changes nothing. With a timeout of 0 every live request ends at once with finish reason abort; with
-  more they go on until the deadline. Meanwhile ADD is answered with abort and UTILITY with an error.
+  more they go on until the deadline. Meanwhile ADD is answered with abort and UTILITY with an error. The
+  client is told first, for where there are other cores what was aborted can go on in them.
 - An exception anywhere ends the loop: every client is told ENGINE_CORE_DEAD with the innermost cause, and the
   process ends with status 1.
 - The parent's death, however it came, closes the pipe that is our standard input: then nobody is left to
@@ -147,6 +148,8 @@ class EngineCoreProc:
         if self._state == ShutdownState.REQUESTED:
             self._state = ShutdownState.SHUTTING_DOWN
             self._deadline_s = self._clock() + self._shutdown_timeout_s
+            if self._engine.has_work() or self._engine.live_requests():  # else it ends now, which says it too
+                self._mailbox.deliver({0: EngineCoreOutputs(is_leaving=True)})
         if self._clock() >= self._deadline_s or not self._engine.has_work():
             self._engine.scheduler.abort_all()  # also what a pause holds back: it would never run
         return self._engine.has_work()

@@ -6,8 +6,11 @@ short ones. The front end counts by itself what it gave and what came back; noth
 stale.
 
 With `prefix` routing requests with the same beginning go to the same engine, whose prefix cache then has it,
-unless that one is much busier than the least busy: the engines are ranked by a hash of the beginning and
-their number (rendezvous hashing), so that one engine's end moves only its own requests.
+unless that one has more to do than a cached prompt would save: the engines are ranked by a hash of the
+beginning and their number (rendezvous hashing), so that one engine's end moves only its own requests.
+
+The beginning is short, for what differs within it has homes of chance: the turns of a conversation, and the
+questions behind one system prompt, have their first tokens in common and little else for certain.
 """
 
 from __future__ import annotations
@@ -22,8 +25,7 @@ from mainspring.base.errors import RequestError
 from mainspring.base.messages import SchedulerStats
 
 DECODE_TOKENS = 64  # prompt tokens that a live request weighs as much as: its share of the steps to come
-PREFIX_TOKENS = 256  # that make a beginning
-MOST_AHEAD = 2048  # load by which the engine of a prefix may be above the least
+PREFIX_TOKENS = 32  # that make a beginning: two blocks of the usual size
 
 Routing = Literal["load", "prefix"]
 
@@ -62,7 +64,8 @@ def pick_engine(
     if routing == "load" or not prompt_token_ids:
         return least
     home = max(order, key=lambda engine: _affinity(prompt_token_ids[:PREFIX_TOKENS], engine))
-    return home if loads[home].score <= loads[least].score + MOST_AHEAD else least
+    most_saved = len(prompt_token_ids)
+    return home if loads[home].score <= loads[least].score + most_saved else least
 
 
 class Move(NamedTuple):
@@ -73,17 +76,22 @@ class Move(NamedTuple):
     num_requests: int
 
 
-def moves(stats: Sequence[SchedulerStats], num_requests: Sequence[int], alive: Collection[int]) -> list[Move]:
+def moves(
+    stats: Sequence[SchedulerStats],
+    num_requests: Sequence[int],
+    sources: Collection[int],
+    targets: Collection[int],
+) -> list[Move]:
     """From engines where requests wait to those with free seats; num_requests: that live in each, by the
     front end's count, which is newer than the engines' own statistics.
 
     How many seats an engine has is not known here; but one where requests wait has as many as run there.
     """
     found = []
-    taken = dict.fromkeys(alive, 0)
-    for source in alive:
+    taken = dict.fromkeys(targets, 0)
+    for source in sources:
         left = stats[source].num_waiting
-        for target in sorted(alive, key=lambda engine: num_requests[engine]):
+        for target in sorted(targets, key=lambda engine: num_requests[engine]):
             free = stats[source].num_running - num_requests[target] - taken[target]
             n = min(left, free)
             if target != source and n > 0 and not stats[target].num_waiting:

@@ -28,7 +28,8 @@ T = TypeVar("T")
 class SyncDPClient(EngineCoreClient):
     """Owns `group`, which ends with it: at `shutdown`, or at the latest when this object is collected."""
 
-    def __init__(self, group: CoreGroup, routing: Routing = "load") -> None:
+    def __init__(self, group: CoreGroup, routing: Routing = "load", *, by_priority: bool = False) -> None:
+        """As `DPLBAsyncMPClient`."""
         self.max_model_len = group.ready.max_model_len
         self.cache_facts = group.ready.cache_facts
         self._unfinished: set[str] = set()
@@ -37,7 +38,7 @@ class SyncDPClient(EngineCoreClient):
         self._loop, thread = _running_loop()
         self._release = weakref.finalize(self, _end, self._loop, thread, group)
         try:
-            self._client = self._begin(_made(group, routing)).result()
+            self._client = self._begin(_made(group, routing, by_priority)).result()
         except BaseException:
             self._release()
             raise
@@ -96,8 +97,8 @@ class SyncDPClient(EngineCoreClient):
             raise EngineDeadError("the engine was shut down")
 
 
-async def _made(group: CoreGroup, routing: Routing) -> DPLBAsyncMPClient:
-    return DPLBAsyncMPClient(group, routing)
+async def _made(group: CoreGroup, routing: Routing, by_priority: bool) -> DPLBAsyncMPClient:
+    return DPLBAsyncMPClient(group, routing, by_priority=by_priority)
 
 
 def _running_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:

@@ -107,7 +107,11 @@ def _ways_to_start(
         given_up=given_up,
         lockstep=args.enable_expert_parallel,
     )
-    return start, partial(DPLBAsyncMPClient, routing=args.data_parallel_routing)
+    return start, partial(
+        DPLBAsyncMPClient,
+        routing=args.data_parallel_routing,
+        by_priority=args.scheduling_policy == "priority",
+    )
 
 
 # -- one request ---------------------------------------------------------------------------------------------

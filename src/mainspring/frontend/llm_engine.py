@@ -144,7 +144,8 @@ def _start_client(args: EngineArgs, config: Callable[[], EngineConfig]) -> Engin
         shutdown_timeout_s=args.shutdown_timeout,
         lockstep=args.enable_expert_parallel,
     )
-    return SyncDPClient(group, args.data_parallel_routing)
+    by_priority = args.scheduling_policy == "priority"
+    return SyncDPClient(group, args.data_parallel_routing, by_priority=by_priority)
 
 
 def _vocabulary(tokenizer: Tokenizer | None, facts: ModelFacts) -> Vocabulary | None:
