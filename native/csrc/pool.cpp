@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace mainspring {
@@ -16,6 +17,7 @@ Pool::Pool(int num_threads) : steps_(new Step[kMaxSteps]) {
   for (int i = 0; i < kMaxSteps; ++i) {
     steps_[i].claim = 0;
     steps_[i].num_units = 0;
+    steps_[i].parts = 0;
     steps_[i].num_finished = 0;
   }
   try {
@@ -43,6 +45,7 @@ void Pool::run(Pass& pass) {
   for (int s = 0; s < num_steps; ++s) {
     const auto num_units = static_cast<uint32_t>(pass.num_units(s));
     steps_[s].num_units.store(num_units, std::memory_order_relaxed);
+    steps_[s].parts.store(pass.in_runs(s) ? 2 * num_threads() : 0, std::memory_order_relaxed);
     steps_[s].num_finished.store(0, std::memory_order_relaxed);
     steps_[s].claim.store(static_cast<uint64_t>(number) << 32 | num_units, std::memory_order_release);
   }
@@ -74,9 +77,12 @@ void Pool::work(Pass& pass, uint32_t number, int thread) {
       if (claim >> 32 != number) return;  // this pass is over
       const auto left = static_cast<uint32_t>(claim);
       if (left == 0) break;
-      if (step.claim.compare_exchange_weak(claim, claim - 1, std::memory_order_acq_rel)) {
-        pass.run(s, static_cast<int>(step.num_units.load(std::memory_order_relaxed) - left), thread);
-        step.num_finished.fetch_add(1, std::memory_order_release);
+      const uint32_t parts = step.parts.load(std::memory_order_relaxed);
+      const uint32_t count = parts ? std::max(1u, left / parts) : 1;
+      if (step.claim.compare_exchange_weak(claim, claim - count, std::memory_order_acq_rel)) {
+        const uint32_t first = step.num_units.load(std::memory_order_relaxed) - left;
+        for (uint32_t unit = first; unit < first + count; ++unit) pass.run(s, static_cast<int>(unit), thread);
+        step.num_finished.fetch_add(count, std::memory_order_release);
         claim = step.claim.load(std::memory_order_acquire);
       }
     }

@@ -7,6 +7,8 @@
 // - A claim is a compare-and-swap on (pass number, units left), one word: what tells that there is a unit tells whose it
 //   is. A thread that sleeps through the end of a pass finds no unit of it, or another number, and goes back to
 //   waiting; so passes need no meeting of all threads at their ends, and the next one may begin beside it.
+// - Where neighbouring units are better done by one thread, a claim is of a run of them: a part of what is left, so
+//   that runs become shorter and all threads end at about the same time.
 // - Waiting for work is bounded spinning, then sleep in the kernel. Waiting for other threads' last units is bounded
 //   spinning, then yielding.
 // - Threads are not pinned one to a processor: they keep the process's own mask, so that beside a busy neighbour the
@@ -26,6 +28,7 @@ class Pass {
   virtual ~Pass() = default;
   virtual int num_steps() const = 0;
   virtual int num_units(int step) const = 0;
+  virtual bool in_runs(int /*step*/) const { return false; }
   virtual void run(int step, int unit, int thread) = 0;  // must not throw
 };
 
@@ -46,6 +49,7 @@ class Pool {
   struct alignas(64) Step {
     std::atomic<uint64_t> claim;          // pass number << 32 | units left
     std::atomic<uint32_t> num_units;      // of the claim's pass, for whoever has a unit of it
+    std::atomic<uint32_t> parts;          // likewise: a claim takes one of so many of what is left; 0: one unit
     std::atomic<uint32_t> num_finished;
   };
 

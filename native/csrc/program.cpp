@@ -115,6 +115,8 @@ class Replay : public Pass {
   Replay(Machine& machine, const std::vector<std::unique_ptr<Step>>& steps) : machine_(machine), steps_(steps) {}
   int num_steps() const override { return static_cast<int>(steps_.size()); }
   int num_units(int step) const override { return steps_[step]->num_units(machine_); }
+  // Few rows ask for weights a page ahead, in vain if what follows is another thread's.
+  bool in_runs(int) const override { return machine_.num_rows <= kFewRows; }
   void run(int step, int unit, int thread) override { steps_[step]->run(machine_, unit, thread); }
 
  protected:

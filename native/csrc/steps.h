@@ -82,6 +82,7 @@ inline void encode_if_wanted(Machine& machine, const Buffer& buffer, const float
 
 // ---- products -----------------------------------------------------------------------------------------------
 
+constexpr int kFewRows = 4;  // so few are bound by reading weights
 constexpr int kRowsPerUnit = 48;  // of one call of a kernel
 
 inline int panels_of(const Matrix& matrix) { return (matrix.rows + kLanes - 1) / kLanes; }
