@@ -364,6 +364,21 @@ def test_while_shutting_down_requests_and_commands_are_refused():
     assert [answer.error for answer in loop.answers] == [SHUTTING_DOWN_TEXT]
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, 10.0])
+def test_who_has_something_says_that_it_ends_before_it_aborts(timeout_s: float):
+    """So that it can go on elsewhere, where there are others. Who has nothing says nothing: perhaps nobody
+    hears it yet, and would be waited for."""
+    loop = Loop(greedy("old", 20), timeout_s=timeout_s)
+    loop.run(loop.add("old"), None, loop.shut_down)
+    said = [news for _, news in loop.mailbox.delivered]
+    (at,) = [at for at, news in enumerate(said) if news.is_leaving]
+    assert not any(output.finish_reason for news in said[:at] for output in news.outputs)
+    assert (len(loop.tokens("old")) == 20) is (timeout_s > 0)
+    idle = Loop(timeout_s=timeout_s)
+    idle.run(idle.shut_down)
+    assert idle.mailbox.delivered == []
+
+
 def test_an_abort_counts_while_draining():
     loop = Loop(greedy("a", 40), greedy("b"), timeout_s=10.0)
     loop.run(loop.add("a", "b"), loop.shut_down, loop.abort("a"))
