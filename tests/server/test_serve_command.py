@@ -331,6 +331,20 @@ def test_sigterm_under_64_streams(smollm2, timeout_s, reason):
         assert server.end()[0] == 0
 
 
+def test_a_signal_to_all_processes_at_once(smollm2):
+    """As a supervisor sends it to a group of processes: the core finishes what the server waits for."""
+    body = {"messages": HELLO, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with program(str(smollm2), "--max-model-len", "512", "--shutdown-timeout", "30") as server:
+        server.wait_until_ready()
+        with ThreadPoolExecutor(1) as client:
+            stream = client.submit(server.post, "/v1/chat/completions", body)
+            wait_until(lambda: server.get("/load").json == {"server_load": 1})
+            for pid in (*server.children(), server.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            assert stream.result(60).events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.end()[0] == 0
+
+
 def test_a_signal_while_loading_ends_all(smollm2):
     """Case B007: nothing is waited for, nobody stays."""
     with program(str(smollm2)) as server:

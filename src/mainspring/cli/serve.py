@@ -68,6 +68,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"mainspring serve needs more packages: pip install {' '.join(missing)}")
     settings = server_settings(given)
     args = EngineArgs.from_mapping(_engine_arguments(given))
+    # A supervisor may tell all processes to end at once: the core then finishes what the server waits for.
+    args.shutdown_timeout = settings.shutdown_timeout
     set_up_logging(log_level(given, None if given.quiet else "info"))
     return _serve(args, settings)
 

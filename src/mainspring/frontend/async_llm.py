@@ -710,15 +710,16 @@ class AsyncLLM:
         cause = self._streams.cause_of_death
         return None if cause is None else EngineDeadError(cause)
 
-    async def shutdown(self) -> None:
-        """Refuse new requests, give live ones the time that was set for it, end the others with finish reason
-        abort, and the core. Idempotent."""
+    async def shutdown(self, timeout_s: float | None = None) -> None:
+        """Refuse new requests, give live ones so much time (None: what was set for it), end the others with
+        finish reason abort, and the core. Idempotent."""
         self._streams.is_shut_down = True
         if self._client is not None and self._loop is asyncio.get_running_loop():
             assert self._output_handler is not None
-            if self._shutdown_timeout_s > 0:
+            timeout_s = self._shutdown_timeout_s if timeout_s is None else timeout_s
+            if timeout_s > 0:
                 with contextlib.suppress(TimeoutError, EngineDeadError):
-                    await self.wait_for_requests_to_drain(self._shutdown_timeout_s)
+                    await self.wait_for_requests_to_drain(timeout_s)
             self._streams.abort(None)
             self._output_handler.cancel()
             await asyncio.gather(self._output_handler, return_exceptions=True)

@@ -134,7 +134,7 @@ async def serve(
                     await _first(stop.wait(), _wait(serving))
                     await _drain(service, impatient)
             finally:
-                await llm.shutdown()
+                await llm.shutdown(timeout_s=0.0)  # requests have had their time
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         await service.idle.wait()
