@@ -95,7 +95,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     features: list[bytes] | None = None  # multimodal items; refused likewise
     pooling: Pooling | None = None  # the request ends when its prompt is read, and samples nothing
     data_parallel_rank: int | None = None  # which of several engines is to run it, if it lives
-    current_wave: int = 0  # of ranks in lock-step, as its sender believed (engine/lockstep.py)
 
 
 # Commands: a type and a `case`, defined once for every client.
@@ -267,8 +266,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     utility_output: UtilityOutput | None = None
     is_leaving: bool = False  # to client 0, once: the core was asked to end, and takes nothing more
     # Of ranks in lock-step (engine/lockstep.py), to who coordinates them:
-    wave_complete: int | None = None  # this wave is over, all sleep
-    start_wave: int | None = None  # a rank has woken for it: the others are to be started
+    start_wave: int | None = None  # of ranks in lock-step: this one has woken for it, start the others
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -87,8 +87,7 @@ class Conversation:
             else:
                 answer.set_result(msgspec.msgpack.decode(result, type=RESULT_TYPES.get(type(command), bool)))
         is_news = outputs.outputs or outputs.scheduler_stats is not None
-        is_wave = outputs.wave_complete is not None or outputs.start_wave is not None
-        return outputs if is_news or is_wave else None
+        return outputs if is_news or outputs.start_wave is not None else None
 
     def died(self, cause: str) -> EngineDeadError:
         """The core has ended; the first cause stays. Returns what to raise."""

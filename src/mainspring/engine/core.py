@@ -181,6 +181,8 @@ class EngineCore:
             raise ValueError(f"sleep level {level} must be 0, 1 or 2")
 
         def drop() -> None:
+            if self.scheduler.pause_state is PauseState.UNPAUSED:
+                raise RuntimeError("the engine was resumed before it could fall asleep")
             if level:
                 self.executor.call(Sleep(level))
                 self._asleep |= {"kv_cache"} if level == 1 else set(SLEEP_TAGS)

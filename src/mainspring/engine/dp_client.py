@@ -44,14 +44,16 @@ from mainspring.base.messages import (
     EngineCoreRequest,
     FinishReason,
     GetStats,
+    PauseScheduler,
     SchedulerStats,
+    Sleep,
 )
 from mainspring.engine.conversation import CommandFailed
 from mainspring.engine.launch import ConfigSource, CoreProcess
-from mainspring.engine.lockstep import Belief, on_sending, on_wake_wish, on_wave_complete
+from mainspring.engine.lockstep import passes_on
 from mainspring.engine.mp_client import AsyncMPClient
 from mainspring.engine.proc import Ready
-from mainspring.engine.router import EngineLoad, Routing, check_rank, moves, pick_engine
+from mainspring.engine.router import EngineLoad, Routing, engine_of, moves, pick_engine
 from mainspring.executor.links import Link, close_links, make_links
 
 logger = logging.getLogger(__name__)
@@ -189,7 +191,7 @@ class DPLBAsyncMPClient:
         self._heard_s = [0.0] * self.num_engines  # of each the last word, or since when it has had work
         self._turn = 0
         self._is_lockstep = group.is_lockstep
-        self._belief = Belief()  # in lock-step
+        self._latest_wave = -1  # whose start was passed on, in lock-step
         self._cause_of_death: str | None = None
         self._news: asyncio.Queue[tuple[int, EngineCoreOutputs | EngineDeadError]] = asyncio.Queue(MAX_UNREAD)
         self._readers = [
@@ -217,7 +219,8 @@ class DPLBAsyncMPClient:
 
         Raises `RequestError` for one that there is not, `EngineDeadError` once all have ended.
         """
-        check_rank(request.data_parallel_rank, self.num_engines)
+        if request.data_parallel_rank is not None:
+            engine_of(request.data_parallel_rank, range(self.num_engines))
         own = list(request.output_token_ids)
         await self._place(_Live(structs.replace(request, output_token_ids=own)), request.data_parallel_rank)
 
@@ -228,7 +231,8 @@ class DPLBAsyncMPClient:
             engine = self._choose(live.request, wanted)
             live.id_there = f"{live.request.request_id}{STAY_MARK}{next(self._stays)}"
             try:
-                await self._send(structs.replace(live.request, request_id=live.id_there), engine)
+                sent = structs.replace(live.request, request_id=live.id_there)
+                await self._clients[engine].add_request(sent)
             except EngineDeadError:  # the reader will say so too, and its requests are moved then
                 self._alive.discard(engine)
                 if not self._alive:
@@ -244,18 +248,11 @@ class DPLBAsyncMPClient:
         self._turn += 1
         return pick_engine(self.loads, self._takers(), self._turn, request.prompt_token_ids, self._routing)
 
-    async def _send(self, request: EngineCoreRequest, engine: int) -> None:
-        """Ranks in lock-step that sleep must wake for a request to one of them."""
-        if self._is_lockstep:
-            request.current_wave = self._belief.number
-            self._belief, starts = on_sending(self._belief)
-            if starts:
-                await self._start_wave(request.current_wave, engine)
-        await self._clients[engine].add_request(request)
-
     async def _start_wave(self, number: int, except_for: int) -> None:
-        for engine in sorted(self._alive - {except_for}):
-            await self._clients[engine].start_wave(number)
+        if passes_on(self._latest_wave, number):
+            self._latest_wave = number
+            for engine in sorted(self._alive - {except_for}):
+                await self._clients[engine].start_wave(number)
 
     def _enter(self, live: _Live, engine: int) -> None:
         self._live[live.request.request_id] = live
@@ -283,6 +280,8 @@ class DPLBAsyncMPClient:
     async def call(self, command: Command) -> CommandResult:
         """Of all ranks: their statistics as one, else whether all say yes. Those that end, or have been asked
         to, are left out."""
+        if self._is_lockstep and isinstance(command, Sleep):  # none may drop what another's steps need
+            await self.call(PauseScheduler("abort", clear_cache=False))
         self._check_alive()
         ranks = sorted(self._staying())
         answers = await asyncio.gather(
@@ -318,12 +317,8 @@ class DPLBAsyncMPClient:
                     return EngineCoreOutputs(outputs=failed)
                 continue
             self._heard_s[engine] = _now_s()
-            if news.wave_complete is not None:
-                self._belief = on_wave_complete(self._belief, news.wave_complete)
             if news.start_wave is not None:
-                self._belief, starts = on_wake_wish(self._belief, news.start_wave)
-                if starts:
-                    await self._start_wave(news.start_wave, engine)
+                await self._start_wave(news.start_wave, engine)
             if news.scheduler_stats is not None:
                 self._learn(engine, news.scheduler_stats)
                 news.scheduler_stats = self._total()

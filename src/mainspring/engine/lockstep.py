@@ -3,16 +3,23 @@
 Every rank's forward pass meets the others' in collectives, so either all make a step or none does. A rank
 without requests makes an empty one. Time is cut into *waves*: in one all ranks step; between them all sleep.
 
-The protocol (after the specification's `DPEngineCoreProc`), as pure functions over `Wave`:
-- A request carries the wave that its sender believes in. A sender who believes that all sleep tells the
-  other ranks to start that wave.
-- A rank that sleeps and gets a request of a wave that is over wakes, and asks the sender to start the others.
+The protocol, as pure functions over `Wave`:
+- A rank that sleeps and has something to run wakes into the wave of its number, and before it waits for the
+  others asks the sender of requests to start them. What made it wake does not matter: a request, or the end
+  of a pause that held some back.
+- The sender passes each wave's start on once.
 - Every `SYNC_INTERVAL` steps the ranks ask each other whether anybody has something to run. If nobody has,
-  the wave is over for all of them at once, and rank 0 says so.
+  the wave is over for all of them at once.
+- A rank comes to rest, which who paused it waits for, when it has nothing to run and no wave runs. Only when
+  all have may any of them give memory back: then no wave runs, and none can begin before they are resumed.
 
-What makes it right, and a test explores exhaustively: a message to a rank is read between its steps; a rank
-that was told of a later wave has passed the collective that ended the one before; so nobody is told to start
-a wave that it is still to end.
+What makes it right, and a test explores exhaustively: what is sent to several ranks is sent at once, and they
+read it in the order of its sending, between their steps. So whoever is asked to start a wave has read every
+command that was read by who wished for it.
+
+Deliberate difference to the specification, where senders believe in a wave, say in each request which, and
+hear of its end: there are no beliefs here that can be wrong. It costs the first step of a wave one message
+more on its way.
 
 `Lockstep` wraps an `EngineCore` and makes it such a rank. It is one loop's, like the core.
 """
@@ -27,40 +34,30 @@ from mainspring.base.messages import (
     CommandResult,
     EngineCoreOutputs,
     EngineCoreRequest,
+    Sleep,
 )
+from mainspring.core.scheduler import PauseState
 from mainspring.engine.core import EngineCore
 
-SYNC_INTERVAL = 16  # steps; the first one of a wave asks too, in case it was started for nothing
+SYNC_INTERVAL = 16  # steps; the first one of a wave asks too, for it may be the only one
 
 
 class Wave(NamedTuple):
-    """Where a rank, or the sender's belief, stands."""
+    """Where a rank stands."""
 
     number: int = 0
     is_running: bool = False
     num_steps: int = 0  # made in this wave
 
 
-class Turn(NamedTuple):
-    """What an event makes of a rank."""
-
-    wave: Wave
-    wakes_others: bool = False  # the sender is to be asked to start the other ranks
-
-
-def on_request(wave: Wave, request_wave: int) -> Turn:
-    """A request has come. If its sender believed in a wave that is over, nobody has told the others."""
-    if wave.is_running:
-        return Turn(wave)
-    is_stale = request_wave < wave.number
-    return Turn(Wave(max(wave.number, request_wave), True), is_stale)
+def on_work(wave: Wave) -> Wave:
+    """A rank that sleeps has something to run. The sender is asked to start the others."""
+    return Wave(wave.number, True)
 
 
 def on_start(wave: Wave, number: int) -> Wave:
     """Told to start a wave: late or repeated, that changes nothing."""
-    if wave.is_running or number < wave.number:
-        return wave
-    return Wave(number, True)
+    return wave if wave.is_running or number < wave.number else Wave(number, True)
 
 
 def asks_now(wave: Wave) -> bool:
@@ -76,27 +73,13 @@ def on_answer(wave: Wave, anybody_has_work: bool) -> Wave:
     return wave if anybody_has_work else Wave(wave.number + 1)
 
 
-class Belief(NamedTuple):
-    """What the sender of requests, who also coordinates, believes of all ranks."""
-
-    number: int = 0
-    is_running: bool = False
+def is_at_rest(wave: Wave, has_work: bool) -> bool:
+    return not wave.is_running and not has_work
 
 
-def on_sending(belief: Belief) -> tuple[Belief, bool]:
-    """Before a request is sent, with the belief's number: whether the other ranks have to be started."""
-    return Belief(belief.number, True), not belief.is_running
-
-
-def on_wave_complete(belief: Belief, number: int) -> Belief:
-    return Belief(number + 1) if number >= belief.number else belief
-
-
-def on_wake_wish(belief: Belief, number: int) -> tuple[Belief, bool]:
-    """A rank has woken for a request of a wave that was over: whether the others have to be started."""
-    if number < belief.number or (number == belief.number and belief.is_running):
-        return belief, False
-    return Belief(number, True), True
+def passes_on(latest: int, number: int) -> bool:
+    """Whether the sender, who has passed the start of wave `latest` on, does it for a wish for `number`."""
+    return number > latest
 
 
 def should_throttle_prefills(num_steps: int, interval: int, num_decoding: int, had_no_room: bool) -> bool:
@@ -116,7 +99,6 @@ class Lockstep:
     def __init__(
         self,
         core: EngineCore,
-        rank: int,
         *,
         prefill_schedule_interval: int = 1,
     ) -> None:
@@ -125,30 +107,23 @@ class Lockstep:
         self.scheduler = core.scheduler
         self.aborts_queue = core.aborts_queue
         self.wave = Wave()
-        self._rank = rank
         self._interval = prefill_schedule_interval
-        self._notices: list[EngineCoreOutputs] = []  # for the sender of requests, who is client 0
 
     # -- what the loop asks of an engine ---------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.core.add_request(request)
-        self.wave, wakes_others = on_request(self.wave, request.current_wave)
-        if wakes_others:
-            self._notices.append(EngineCoreOutputs(start_wave=self.wave.number))
 
     def start_wave(self, number: int) -> None:
         self.wave = on_start(self.wave, number)
 
     def has_work(self) -> bool:
-        return self.wave.is_running or bool(self._notices) or self.core.has_work()
+        return self.wave.is_running or self.core.has_work()
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Notices first, for others wait for them while this rank waits for the others; then a step."""
-        if self._notices:
-            return {0: self._notices.pop(0)}
+        """What there is to say, without a wave; the wish for one; or a step of it."""
         if not self.wave.is_running:
-            return self.core.step()  # something to say, and nothing to run
+            return self.scheduler.take_outputs() or self._wake()
         num_tokens = self.scheduler.stats().num_scheduled_tokens
         self._throttle()
         outputs = self.core.step() if self.core.has_work() else {}
@@ -156,6 +131,10 @@ class Lockstep:
             self.core.executor.execute_dummy_batch()
         self._end_step()
         return outputs
+
+    def _wake(self) -> dict[int, EngineCoreOutputs]:
+        self.wave = on_work(self.wave)
+        return {0: EngineCoreOutputs(start_wave=self.wave.number)}  # client 0 is the sender of requests
 
     def _throttle(self) -> None:
         scheduler = self.scheduler
@@ -165,12 +144,9 @@ class Lockstep:
 
     def _end_step(self) -> None:
         self.wave = on_step(self.wave)
-        if not asks_now(self.wave):
-            return
-        number = self.wave.number
-        self.wave = on_answer(self.wave, self.core.executor.has_any_rank_work(self.core.has_work()))
-        if not self.wave.is_running and self._rank == 0:
-            self._notices.append(EngineCoreOutputs(wave_complete=number))
+        if asks_now(self.wave):
+            anybody = self.core.executor.has_any_rank_work(self.core.has_work())
+            self.wave = on_answer(self.wave, anybody)
 
     # -- and the rest, which is the core's -------------------------------------------------------------------
 
@@ -178,13 +154,18 @@ class Lockstep:
         self.core.abort_requests(request_ids)
 
     def call(self, command: Command) -> CommandResult:
+        if isinstance(command, Sleep) and self.scheduler.pause_state is PauseState.UNPAUSED:
+            raise RuntimeError(
+                "ranks in lock-step fall asleep when all are paused, and were resumed meanwhile"
+            )
         return self.core.call(command)
 
     def live_requests(self) -> list[EngineCoreRequest]:
         return self.core.live_requests()
 
     def settle_if_idle(self) -> None:
-        self.core.settle_if_idle()
+        if is_at_rest(self.wave, self.core.has_work()):
+            self.core.settle_if_idle()
 
     def process_aborts_queue(self) -> None:
         self.core.process_aborts_queue()

@@ -315,9 +315,8 @@ def run_engine_core(
     built = build_engine(config.engine)
     engine: EngineCore | Lockstep = built.core
     if config.engine.data_parallel is not None:
-        rank = config.engine.data_parallel.rank
         interval = config.engine.scheduler.prefill_schedule_interval
-        engine = Lockstep(built.core, rank, prefill_schedule_interval=interval)
+        engine = Lockstep(built.core, prefill_schedule_interval=interval)
     gc.collect()
     gc.freeze()  # what lives as long as the engine is passed over: a full collection is a pause of the loop
     try:
