@@ -109,7 +109,10 @@ def test_what_asks_for_nothing_else_is_taken(capsys: pytest.CaptureFixture[str])
             "--kv-transfer-config: KV transfer between machines is not supported",
         ),
         (["--max-loras=2"], "--max-loras: adapters (LoRA) are not supported yet; leave it out"),
-        (["--headless"], "--headless: many workers are not supported yet; leave it out"),
+        (
+            ["--headless"],
+            "--headless: engines without a server are not supported yet; see --data-parallel-hybrid-lb",
+        ),
         (["--structured-outputs-config.backend", "outlines"], "--structured-outputs-config.backend"),
         (["--structured-outputs-config.back", "auto"], "--structured-outputs-config.back is not known"),
         (["--kv-transfer-config.kv_role", "x"], "--kv-transfer-config.kv_role: KV transfer between machines"),

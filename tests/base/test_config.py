@@ -252,3 +252,71 @@ def test_expert_parallel_is_decided() -> None:
     for ranks in ("tensor_parallel_size", "data_parallel_size"):
         assert decide(**{ranks: 2}, enable_expert_parallel=True).enable_expert_parallel
     assert not decide(tensor_parallel_size=2).enable_expert_parallel
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ({}, range(1)),
+        ({"data_parallel_size": 3}, range(3)),
+        ({"data_parallel_size": 3, "data_parallel_size_local": 3}, range(3)),
+        ({"data_parallel_size": 3, "data_parallel_rank": 2, "data_parallel_external_lb": True}, range(2, 3)),
+        (
+            {
+                "data_parallel_size": 4,
+                "data_parallel_hybrid_lb": True,
+                "data_parallel_size_local": 2,
+                "data_parallel_start_rank": 1,
+            },
+            range(1, 3),
+        ),
+    ],
+)
+def test_the_engines_of_this_server(given, ranks):
+    args = EngineArgs(**given)
+    judge(args)
+    assert args.local_ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data_parallel_external_lb": True}, "data_parallel_external_lb needs data_parallel_rank"),
+        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb needs data_parallel_size_local"),
+        ({"data_parallel_start_rank": 1}, "data_parallel_start_rank 1 comes with data_parallel_hybrid_lb"),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2},
+            "data_parallel_size_local 2 must be 4 here",
+        ),
+        (
+            {"data_parallel_size": 4, "data_parallel_rank": 1, "data_parallel_size_local": 2},
+            "data_parallel_size_local 2 must be 1 here",
+        ),
+        ({"data_parallel_size": 4, "data_parallel_rank": 4}, "from 4 to 4, must be among those of"),
+        ({"data_parallel_size": 4, "data_parallel_rank": -1}, "from 0 to 3"),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0, "data_parallel_hybrid_lb": True},
+            "data_parallel_rank 0 is of a server with one engine",
+        ),
+        (
+            {
+                "data_parallel_size": 4,
+                "data_parallel_hybrid_lb": True,
+                "data_parallel_size_local": 3,
+                "data_parallel_start_rank": 2,
+            },
+            "from 2 to 4, must be among those of data_parallel_size 4: from 0 to 3",
+        ),
+        (
+            {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 0},
+            "the engines of this server, from 0 to -1",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0, "enable_expert_parallel": True},
+            "leave out data_parallel_rank and data_parallel_hybrid_lb",
+        ),
+    ],
+)
+def test_engines_that_are_nobodys(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        judge(EngineArgs(**given))

@@ -10,7 +10,7 @@ import pytest
 
 from mainspring.base.errors import RequestError
 from mainspring.base.messages import SchedulerStats
-from mainspring.engine.router import EngineLoad, Move, check_rank, moves, pick_engine
+from mainspring.engine.router import EngineLoad, Move, engine_of, moves, pick_engine
 
 
 def idle(number: int) -> list[EngineLoad]:
@@ -44,13 +44,13 @@ def test_a_long_prompt_counts_for_many_short_ones() -> None:
 
 
 def test_ranks_that_there_are_not_are_refused() -> None:
-    for rank in (None, 0, 1):
-        check_rank(rank, 2)
-    check_rank(0, 1)
-    with pytest.raises(RequestError, match="data_parallel_rank 2 must be from 0 to 1"):
-        check_rank(2, 2)
-    with pytest.raises(RequestError, match="data_parallel_rank 1 must be 0: there is one engine"):
-        check_rank(1, 1)
+    assert [engine_of(rank, range(4, 6)) for rank in (4, 5)] == [0, 1]
+    assert engine_of(0, range(1)) == 0
+    for rank in (3, 6):
+        with pytest.raises(RequestError, match=f"data_parallel_rank {rank} must be from 4 to 5"):
+            engine_of(rank, range(4, 6))
+    with pytest.raises(RequestError, match="data_parallel_rank 1 must be 0: there is one engine here"):
+        engine_of(1, range(1))
 
 
 def test_the_dead_get_nothing() -> None:

@@ -314,6 +314,23 @@ def test_a_server_from_beginning_to_end(smollm2):
         assert all(map(is_gone, children))
 
 
+def test_some_of_the_engines_of_several_servers(smollm2):
+    """Requests and metrics know them by their ranks among all."""
+    flags = ["-dp", "8", "--data-parallel-hybrid-lb", "-dpl", "2", "-dpr", "5", "--max-model-len", "128"]
+    with program(str(smollm2), *flags) as server:
+        server.wait_until_ready()
+        assert len(server.children()) == 2
+        for rank, status in (("4", 400), ("5", 200), ("6", 200), ("7", 400)):
+            body = {"messages": HELLO, "max_tokens": 2}
+            reply = server.post("/v1/chat/completions", body, **{"x-data-parallel-rank": rank})
+            assert reply.status == status
+        assert "data_parallel_rank 7 must be from 5 to 6" in reply.error["message"]
+        page = server.get("/metrics").body.decode()
+        assert set(re.findall(r'num_requests_running{.*engine="(\d+)"', page)) == {"5", "6"}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "reason"), [("30", "length"), ("0", "abort")])
 def test_sigterm_under_64_streams(smollm2, timeout_s, reason):

@@ -239,6 +239,23 @@ class EngineArgs:
     data_parallel_size: int = field(
         default=1, metadata={"help": "engines side by side, each with the whole model"}
     )
+    data_parallel_rank: int | None = field(
+        default=None,
+        metadata={"help": "run this one of the engines; servers of their own run the others (external)"},
+    )
+    data_parallel_external_lb: bool = field(
+        default=False, metadata={"help": "said by data_parallel_rank: a balancer before the servers chooses"}
+    )
+    data_parallel_hybrid_lb: bool = field(
+        default=False,
+        metadata={"help": "run and balance data_parallel_size_local of the engines, from the start rank on"},
+    )
+    data_parallel_size_local: int | None = field(
+        default=None, metadata={"help": "engines of this server; default: all"}
+    )
+    data_parallel_start_rank: int | None = field(
+        default=None, metadata={"help": "the first engine of this server; default: 0"}
+    )
     enable_expert_parallel: bool = field(
         default=False,
         metadata={"help": "each rank has experts of its own, whole ones, instead of a part of each"},
@@ -252,6 +269,16 @@ class EngineArgs:
     trust_remote_code: bool = field(default=False, metadata={"help": "refused: a model is data here"})
     enforce_eager: bool = field(default=False, metadata={"help": "no effect here"})
     disable_log_stats: bool = field(default=True, metadata={"help": "do not fill RequestOutput.metrics"})
+
+    @property
+    def local_ranks(self) -> range:
+        """The data-parallel engines that run here, among all that there are."""
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        if not self.data_parallel_hybrid_lb:
+            return range(self.data_parallel_size)
+        start, local = self.data_parallel_start_rank or 0, self.data_parallel_size_local
+        return range(start, start + (1 if local is None else local))
 
     def __post_init__(self) -> None:
         """The model alone is judged here: it is opened before `resolve` can judge the rest."""
@@ -487,6 +514,7 @@ def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         require(1 <= getattr(args, name) <= 64, f"{name} {getattr(args, name)} must be from 1 to 64")
     dp = args.data_parallel_size
+    _judge_balancing(args, require)
     require(
         tp * pp * dp <= MOST_PROCESSES or max(tp, pp, dp) > 64,
         f"tensor_parallel_size {tp} x pipeline_parallel_size {pp} x data_parallel_size {dp} are "
@@ -503,6 +531,46 @@ def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
         f"pipeline_parallel_size {pp}, or data_parallel_size {dp}, to 1",
     )
     _judge_executor(args, tp * pp, require)
+
+
+def _judge_balancing(args: EngineArgs, require: Callable[[bool, str], None]) -> None:
+    """Who chooses an engine for a request: this server among all (internal) or some of them (hybrid), or
+    whoever stands before servers of one engine each (external)."""
+    size, local, rank = args.data_parallel_size, args.data_parallel_size_local, args.data_parallel_rank
+    hybrid, start = args.data_parallel_hybrid_lb, args.data_parallel_start_rank
+    require(
+        rank is None or not hybrid,
+        f"data_parallel_rank {rank} is of a server with one engine, and data_parallel_hybrid_lb of one with "
+        "several; give one",
+    )
+    require(
+        rank is not None or not args.data_parallel_external_lb,
+        "data_parallel_external_lb needs data_parallel_rank, which of the engines this server runs",
+    )
+    require(
+        start is None or hybrid,
+        f"data_parallel_start_rank {start} comes with data_parallel_hybrid_lb, a server for each machine",
+    )
+    require(
+        local is not None or not hybrid,
+        "data_parallel_hybrid_lb needs data_parallel_size_local, how many of the engines this server runs",
+    )
+    here = args.local_ranks
+    require(
+        local is None or hybrid or local == len(here),
+        f"data_parallel_size_local {local} must be {len(here)} here, for a server starts no engines on other "
+        "machines: give each machine a server, with data_parallel_hybrid_lb",
+    )
+    require(
+        0 <= here.start < here.stop <= max(size, 1),
+        f"the engines of this server, from {here.start} to {here.stop - 1}, must be among those of "
+        f"data_parallel_size {size}: from 0 to {size - 1}",
+    )
+    require(
+        not args.enable_expert_parallel or len(here) == size,
+        "enable_expert_parallel makes engines step together, which those of several servers cannot: leave "
+        "out data_parallel_rank and data_parallel_hybrid_lb",
+    )
 
 
 def _judge_executor(args: EngineArgs, num_ranks: int, require: Callable[[bool, str], None]) -> None:
@@ -607,7 +675,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         pipeline_parallel_size=pp,
         enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives,
-        num_local_engines=args.data_parallel_size,
+        num_local_engines=len(args.local_ranks),
     )
 
 
@@ -620,7 +688,7 @@ def _executor(args: EngineArgs) -> str:
 
 def _threads_of_each(args: EngineArgs, num_cpus: int) -> int | None:
     """Of every worker's kernels; None: all cores are its own."""
-    num_workers = args.data_parallel_size * args.tensor_parallel_size * args.pipeline_parallel_size
+    num_workers = len(args.local_ranks) * args.tensor_parallel_size * args.pipeline_parallel_size
     if args.num_threads is not None or num_workers == 1:
         return args.num_threads
     return max(1, num_cpus // num_workers)

@@ -67,6 +67,11 @@ ALIASES = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
 }
 # Where a setting is shown; what is in none of these is shown with the engine's.
 ENGINE = "engine"
@@ -95,7 +100,9 @@ GROUPS = {
     ),
     "parallel": (
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "collectives"),
-        *("data_parallel_routing", "enable_expert_parallel"),
+        *("data_parallel_routing", "data_parallel_rank", "data_parallel_external_lb"),
+        *("data_parallel_hybrid_lb", "data_parallel_size_local", "data_parallel_start_rank"),
+        "enable_expert_parallel",
         *("distributed_executor_backend", "executor", "in_process"),
     ),
     ENGINE: (),

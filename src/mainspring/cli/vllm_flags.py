@@ -21,6 +21,8 @@ NO_EFFECT_VALUES = (
         "max-seq-len-to-capture",
         "model-impl",
     ),
+    # Engines of several servers do not speak with each other.
+    *("data-parallel-address", "data-parallel-rpc-port"),
     *("numa-bind-nodes", "optimization-level", "performance-mode", "prefix-caching-hash-algo"),
     *("pt-load-map-location", "safetensors-load-strategy", "swap-space", "uvicorn-log-level"),
 )
@@ -36,7 +38,7 @@ FITTING = {
     "backend": ("vllm",),  # of benchmarks without a server
     "config-format": ("auto", "hf"),
     "convert": ("auto", "none"),
-    "data-parallel-size-local": ("1",),
+    "data-parallel-backend": ("mp",),
     "device": ("auto", "cpu"),
     "generation-config": ("auto", "vllm"),
     "guided-decoding-backend": ("auto", "guidance"),
@@ -59,7 +61,8 @@ FITTING_OBJECTS = {
     },
 }
 # Refused: what is said after the flag.
-MANY_WORKERS = ": many workers are not supported yet; leave it out"
+MANY_MACHINES = ": workers on several machines are not supported yet; leave it out"
+HEADLESS = ": engines without a server are not supported yet; see --data-parallel-hybrid-lb"
 TOOLS = ": tools are described in requests here, and read by --tool-call-parser; leave it out"
 ADAPTERS = ": adapters (LoRA) are not supported yet; leave it out"
 DRAFTS = ": draft tokens (speculative decoding) are not supported yet; leave it out"
@@ -72,23 +75,12 @@ REFUSED = {
     ),
     **dict.fromkeys(
         (
-            *(
-                "data-parallel-address",
-                "data-parallel-backend",
-                "data-parallel-rpc-port",
-                "data-parallel-start-rank",
-            ),
-            *(
-                "enable-eplb",
-                "eplb-config",
-                "headless",
-                "master-addr",
-                "master-port",
-                "ray-workers-use-nsight",
-            ),
+            *("enable-eplb", "eplb-config", "master-addr", "master-port"),
+            "ray-workers-use-nsight",
         ),
-        MANY_WORKERS,
+        MANY_MACHINES,
     ),
+    "headless": HEADLESS,
     **dict.fromkeys(("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"), DRAFTS),
     **dict.fromkeys(
         ("limit-mm-per-prompt", "mm-processor-kwargs", "allowed-local-media-path", "media-io-kwargs"), MEDIA

@@ -41,11 +41,14 @@ class EngineLoad(NamedTuple):
         return self.num_unread_tokens + DECODE_TOKENS * self.num_requests
 
 
-def check_rank(rank: int | None, num_engines: int) -> None:
-    """Raises `RequestError` for a rank that a request asks for and that there is not."""
-    if rank is not None and not 0 <= rank < num_engines:
-        expected = f"from 0 to {num_engines - 1}" if num_engines > 1 else "0: there is one engine"
+def engine_of(rank: int, ranks: range) -> int:
+    """Which of the engines here, that have these ranks, a request asks for. Raises `RequestError` for a rank
+    that is not here."""
+    if rank not in ranks:
+        first, last = ranks[0], ranks[-1]
+        expected = f"from {first} to {last}" if last > first else f"{first}: there is one engine here"
         raise RequestError(f"data_parallel_rank {rank} must be {expected}", "data_parallel_rank")
+    return ranks.index(rank)
 
 
 def pick_engine(

@@ -96,13 +96,13 @@ def _ways_to_start(
     from mainspring.engine.mp_client import AsyncMPClient
 
     timeout_s = args.shutdown_timeout
-    if args.data_parallel_size == 1:
+    if len(args.local_ranks) == 1:
         return partial(CoreProcess, shutdown_timeout_s=timeout_s, given_up=given_up), AsyncMPClient
     from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient
 
     start = partial(
         CoreGroup.of_alike,
-        size=args.data_parallel_size,
+        size=len(args.local_ranks),
         shutdown_timeout_s=timeout_s,
         given_up=given_up,
         lockstep=args.enable_expert_parallel,
@@ -415,11 +415,14 @@ class AsyncLLM:
         stat_loggers: Sequence[StatLogger] | None = None,
         cache_facts: CacheFacts | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
+        ranks: range = range(1),
     ) -> None:
         """`attach` makes the client of a core that runs already; it is called on the loop. `release` ends
         what stands behind it, at the latest when this object is collected; neither may refer to it.
         `stat_loggers` are asked to log if `output_processor` keeps statistics; by default one that writes a
-        line. `sampling_defaults` are the model's own, by the names of `SamplingParams`."""
+        line. `sampling_defaults` are the model's own, by the names of `SamplingParams`. `ranks`: of the
+        data-parallel engines behind the client, among all that there are."""
+        self.ranks = ranks
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults or {}
         self.cache_facts = cache_facts
@@ -463,6 +466,7 @@ class AsyncLLM:
             stat_loggers=stat_loggers,
             cache_facts=process.ready.cache_facts,
             sampling_defaults=defaults,
+            ranks=args.local_ranks,
         )
 
     @classmethod
@@ -531,9 +535,9 @@ class AsyncLLM:
         output is there. Raises as it does; the stream must be closed."""
         client = self._attached()
         if data_parallel_rank is not None:
-            from mainspring.engine.router import check_rank
+            from mainspring.engine.router import engine_of
 
-            check_rank(data_parallel_rank, getattr(client, "num_engines", 1))
+            data_parallel_rank = engine_of(data_parallel_rank, self.ranks)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         self._streams.admission.judge(1, 1)  # before the text is read: it may be long
         await self._input_processor.check_structure(params)

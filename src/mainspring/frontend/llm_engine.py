@@ -124,7 +124,7 @@ def start_core(args: EngineArgs, start: Callable[[Callable[[], EngineConfig]], C
 def _start_client(args: EngineArgs, config: Callable[[], EngineConfig]) -> EngineCoreClient:
     """One core, here or in a process of its own, or one for each data-parallel rank."""
     in_process = args.in_process or os.name != "posix"  # elsewhere the sockets have no place of their own
-    if args.data_parallel_size == 1:
+    if len(args.local_ranks) == 1:
         from mainspring.engine.client import EngineCoreClient
 
         return EngineCoreClient.make_client(
@@ -132,7 +132,7 @@ def _start_client(args: EngineArgs, config: Callable[[], EngineConfig]) -> Engin
         )
     if in_process:
         raise ConfigError(
-            f"data_parallel_size {args.data_parallel_size} needs a process for each engine: leave out "
+            f"data_parallel_size {len(args.local_ranks)} needs a process for each engine: leave out "
             "in_process, or leave it at 1"
         )
     from mainspring.engine.dp_client import CoreGroup
@@ -140,7 +140,7 @@ def _start_client(args: EngineArgs, config: Callable[[], EngineConfig]) -> Engin
 
     group = CoreGroup.of_alike(
         config,
-        args.data_parallel_size,
+        len(args.local_ranks),
         shutdown_timeout_s=args.shutdown_timeout,
         lockstep=args.enable_expert_parallel,
     )

@@ -107,7 +107,8 @@ class ServerMetrics:
         """From now on its figures are shown; none, if it keeps no statistics."""
         self._llm = llm
         if llm.stats is not None:
-            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, self.prefix)
+            first = llm.ranks.start
+            options = MetricsOptions(model_name, llm.max_model_len, llm.cache_facts, self.prefix, first)
             self._registry.register(_EngineCollector(llm.stats, options))
 
     async def page(self, accept: str = "") -> tuple[bytes, str]:
