@@ -117,6 +117,9 @@ def test_a_setting_out_of_bounds_is_said_once(name: str, value: int, said: str):
     assert re.match(said, line), line
 
 
+LOCKSTEP = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -142,6 +145,15 @@ def test_a_setting_out_of_bounds_is_said_once(name: str, value: int, said: str):
         ),
         ({"tensor_parallel_size": 10**12}, "tensor_parallel_size 1000000000000 must be from 1 to 64"),
         ({"data_parallel_size": 65}, "data_parallel_size 65 must be from 1 to 64"),
+        (
+            LOCKSTEP | {"async_scheduling": True},
+            "async_scheduling keeps two steps in flight; the engines that",
+        ),
+        (
+            LOCKSTEP | {"distributed_executor_backend": "mp"},
+            "distributed_executor_backend mp starts workers beside an engine, and the engines that",
+        ),
+        (LOCKSTEP | {"executor": "multiproc"}, "executor multiproc starts workers beside an engine"),
     ],
 )
 def test_ranks_that_cannot_be_run_as_asked(settings: dict, said: str):

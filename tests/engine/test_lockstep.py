@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mainspring.base.config import EngineConfig, SchedulerConfig
+from mainspring.base.config import EXECUTE_TIMEOUT, EngineConfig, SchedulerConfig
 from mainspring.base.errors import EngineDeadError
 from mainspring.base.messages import (
     CheckHealth,
@@ -23,6 +23,7 @@ from mainspring.base.messages import (
     WakeUp,
 )
 from mainspring.base.params import SamplingParams
+from mainspring.engine import launch
 from mainspring.engine.dp_client import CoreGroup, DPLBAsyncMPClient
 
 pytestmark = pytest.mark.anyio
@@ -224,15 +225,35 @@ async def test_aborted_requests_let_all_ranks_sleep() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_one_that_is_killed_ends_all_and_everybody_is_told(victim: int) -> None:
+    """Case B163: with the cause, which the others' lost connections are not."""
     async with ranks(2) as client:
         for number in range(6):
             await client.add_request(request(number, max_tokens=200))
         for _ in range(5):
             await client.get_output()
         os.kill(client._clients[victim].process.pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineDeadError, match=r"process \(pid \d+\) was killed by SIGKILL"):
             await until_it_raises(client)
         with pytest.raises(EngineDeadError):
             await client.add_request(request(9))
     for one in client._clients:
         assert one.process.how_it_ended() is not None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_one_that_is_stopped_is_named_after_a_time(
+    victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case B163: all wait for it, and nobody else watches them."""
+    monkeypatch.setenv(EXECUTE_TIMEOUT, "0.5")
+    monkeypatch.setattr(launch, "KILL_AFTER_S", 0.2)
+    async with ranks(3) as client:
+        for number in range(6):
+            await client.add_request(request(number, max_tokens=200))
+        for _ in range(5):
+            await client.get_output()
+        os.kill(client._clients[victim].process.pid, signal.SIGSTOP)
+        named = rf"rank {victim} has been silent for 0\.5 s \({EXECUTE_TIMEOUT}\)"
+        with pytest.raises(EngineDeadError, match=named):
+            await until_it_raises(client)
+    assert all(one.process.how_it_ended() is not None for one in client._clients)

@@ -94,6 +94,8 @@ MOST = {
     "kv_cache_memory_bytes": 1 << 44,
 }
 MOST_SECONDS = 365 * 86_400
+EXECUTE_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"  # in the environment, as users of vLLM know it
+DEFAULT_EXECUTE_TIMEOUT_S = 300.0
 MOST_PROCESSES = 256  # of all ranks of all engines
 BACKENDS = {"uni": "uniproc", "mp": "multiproc"}  # vLLM's names -> ours
 TYPE_WORDS: dict[object, str] = {
@@ -402,6 +404,22 @@ def usable_cores() -> int:
     return cores.usable_cores()
 
 
+def execute_timeout_s() -> float:
+    """How long who waits for another process's part of a step does so. Raises `ConfigError` for nonsense."""
+    given = os.environ.get(EXECUTE_TIMEOUT)
+    if not given:
+        return DEFAULT_EXECUTE_TIMEOUT_S
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.0 < timeout_s < math.inf:
+        raise ConfigError(
+            f"{EXECUTE_TIMEOUT} {given!r} in the environment must be a number of seconds above 0"
+        )
+    return timeout_s
+
+
 def _kinds(annotation: object) -> tuple[object, ...]:
     """The members of a union, or the one type that it is."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
@@ -530,7 +548,13 @@ def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
         f"enable_expert_parallel spreads experts over ranks of one kind: set tensor_parallel_size {tp} and "
         f"pipeline_parallel_size {pp}, or data_parallel_size {dp}, to 1",
     )
-    _judge_executor(args, tp * pp, require)
+    is_lockstep = args.enable_expert_parallel and dp > 1
+    require(
+        not (is_lockstep and args.async_scheduling),
+        "async_scheduling keeps two steps in flight; the engines that enable_expert_parallel makes of "
+        f"data_parallel_size {dp} step together, and have one: leave one of them out",
+    )
+    _judge_executor(args, tp * pp, is_lockstep, require)
 
 
 def _judge_balancing(args: EngineArgs, require: Callable[[bool, str], None]) -> None:
@@ -573,7 +597,9 @@ def _judge_balancing(args: EngineArgs, require: Callable[[bool, str], None]) -> 
     )
 
 
-def _judge_executor(args: EngineArgs, num_ranks: int, require: Callable[[bool, str], None]) -> None:
+def _judge_executor(
+    args: EngineArgs, num_ranks: int, is_lockstep: bool, require: Callable[[bool, str], None]
+) -> None:
     """Whether what was named can run so many ranks, by one name or the other."""
     named = args.distributed_executor_backend
     by_backend = None if named is None else BACKENDS[named]
@@ -583,10 +609,23 @@ def _judge_executor(args: EngineArgs, num_ranks: int, require: Callable[[bool, s
     )
     require(
         num_ranks == 1 or "uniproc" not in (args.executor, by_backend),
-        f"{'executor uniproc' if args.executor == 'uniproc' else 'distributed_executor_backend uni'} is one "
+        f"{_executor_setting(args)} is one "
         f"process, and {args.tensor_parallel_size} x {args.pipeline_parallel_size} ranks need one each: "
         "leave it out",
     )
+    require(
+        not is_lockstep or "multiproc" not in (args.executor, by_backend),
+        f"{_executor_setting(args)} starts workers beside an engine, and the engines that "
+        f"enable_expert_parallel makes of data_parallel_size {args.data_parallel_size} are one process each: "
+        "leave it out",
+    )
+
+
+def _executor_setting(args: EngineArgs) -> str:
+    """What named it."""
+    if args.executor is not None:
+        return f"executor {args.executor}"
+    return f"distributed_executor_backend {args.distributed_executor_backend}"
 
 
 def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) -> EngineConfig:

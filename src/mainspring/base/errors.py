@@ -5,6 +5,7 @@
     ├── ConfigError         a setting is wrong: say which, and what to set        (exit status 2)
     ├── CheckpointError     a model file is missing, damaged or not supported     (exit status 2)
     ├── QueueOverflowError  too many requests wait already: try again later      (HTTP 503)
+    ├── PeerGoneError       another rank has ended: it, not who raises this, knows the cause
     └── EngineDeadError     nothing can be served any more: every waiting client is told
 
 The first three are a user's to mend, so they are also `ValueError`s and their message is one line that
@@ -36,6 +37,10 @@ class CheckpointError(EngineError, ValueError):
 
 class QueueOverflowError(EngineError, RuntimeError):
     """One request is refused, for as many as the settings allow wait for their first token already."""
+
+
+class PeerGoneError(EngineError):
+    """Another rank has ended: it, not who raises this, knows the cause."""
 
 
 class EngineDeadError(EngineError, RuntimeError):

@@ -23,6 +23,7 @@ Theory of operation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -35,7 +36,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from mainspring.base.config import DataParallelRank, EngineConfig
-from mainspring.base.errors import EngineDeadError
+from mainspring.base.errors import EngineDeadError, PeerGoneError
 from mainspring.base.messages import (
     Command,
     CommandResult,
@@ -63,6 +64,7 @@ T = TypeVar("T")
 STAY_MARK = "#"  # before the number of a request's stay
 MAX_UNREAD = 64  # messages in the queue; then they stay with the ranks' clients
 MOST_DEATHS = 2  # of ranks, that a request may have met: the second time it is the suspect
+GATHER_S = 0.5  # for the cause, after the first death in lock-step
 SILENT_S = 10.0  # longer than any but the largest step
 
 
@@ -351,6 +353,7 @@ class DPLBAsyncMPClient:
         self._alive.discard(engine)
         self._stats[engine] = of_the_dead(self._stats[engine])
         if self._is_lockstep:  # the others wait for it in a collective, or will
+            error = await self._first_cause(error)
             await asyncio.gather(*(self._clients[rank].shutdown() for rank in sorted(self._alive)))
             self._alive.clear()
         if not self._alive:
@@ -371,6 +374,15 @@ class DPLBAsyncMPClient:
                 cause = f"{live.num_deaths} engine cores have ended while they had it, the last one: {error}"
                 failed.append(EngineCoreOutput(live.request.request_id, [], FinishReason.ERROR, error=cause))
         return failed
+
+    async def _first_cause(self, error: EngineDeadError) -> EngineDeadError:
+        """A rank in lock-step that has only lost a peer says so too, but it is the peer that knows why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GATHER_S):
+                while PeerGoneError.__name__ in str(error):
+                    _, news = await self._news.get()
+                    error = news if isinstance(news, EngineDeadError) else error
+        return error
 
     async def _rebalance(self) -> None:
         """Who waits in one engine for a seat goes to another that has one free, the first in line first: no

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
@@ -40,8 +39,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mainspring.base.children import python_path
-from mainspring.base.config import EngineConfig
-from mainspring.base.errors import CheckpointError, ConfigError, EngineDeadError, EngineError, innermost
+from mainspring.base.config import EXECUTE_TIMEOUT, EngineConfig, execute_timeout_s
+from mainspring.base.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    PeerGoneError,
+    innermost,
+)
 from mainspring.base.messages import (
     Command,
     CommandResult,
@@ -74,33 +80,15 @@ from mainspring.worker.proc import (
 
 logger = logging.getLogger(__name__)
 
-EXECUTE_TIMEOUT = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
-DEFAULT_EXECUTE_TIMEOUT_S = 300.0
 LOAD_TIMEOUT_S = 1800.0
 LOOK_S = 0.25  # how often deadlines are looked at
 GATHER_S = 0.5  # for the causes of others, after the first failure
 # For workers to end by themselves, which takes them at most `END_GRACE_S`; then after SIGTERM. Together less
 # than a core's process is given to end (`engine/launch.py`), or a stopped worker would outlive it.
 END_S, TERM_S = 2.5, 1.0
-PEER_GONE = "PeerGoneError"
 USERS_MISTAKES: dict[str, type[EngineError]] = {
     kind.__name__: kind for kind in (ConfigError, CheckpointError)
 }
-
-
-def _execute_timeout_s() -> float:
-    given = os.environ.get(EXECUTE_TIMEOUT)
-    if not given:
-        return DEFAULT_EXECUTE_TIMEOUT_S
-    try:
-        timeout_s = float(given)
-    except ValueError:
-        timeout_s = 0.0
-    if not 0.0 < timeout_s < math.inf:
-        raise ConfigError(
-            f"{EXECUTE_TIMEOUT} {given!r} in the environment must be a number of seconds above 0"
-        )
-    return timeout_s
 
 
 class _Question(NamedTuple):
@@ -164,7 +152,7 @@ class MultiprocExecutor:
         workers, or breaks them.
         """
         self._config = config
-        self._execute_timeout_s = _execute_timeout_s()
+        self._execute_timeout_s = execute_timeout_s()
         self._closed = False
         self._failure: str | None = None
         self._lock = threading.Lock()  # around what ranks owe, and the failure
@@ -402,7 +390,7 @@ def _hear(rank: _Rank) -> Answer | None:
 
 
 def _is_cause(last_words: Failed | None) -> bool:
-    return last_words is not None and last_words.kind != PEER_GONE
+    return last_words is not None and last_words.kind != PeerGoneError.__name__
 
 
 def _as_failure(rank: _Rank, last_words: Failed | None) -> _Failure:

@@ -7,7 +7,8 @@ Theory of operation.
   therefore made in one place, in order of rank.
 - `PipeCollectives` is for the processes of one machine: a socket pair between each two of them, handed out by
   whoever starts them. Large arrays fill a pipe, so nobody sends while its peer may be sending to it: in a
-  group all talk with its first rank, in order. A peer that is gone is an error at once, not a time limit.
+  group all talk with its first rank, in order. A peer that is gone is an error at once, not a time limit;
+  one that is silent is an error after a time limit, where nobody else watches the ranks.
 - `TorchCollectives` is `torch.distributed`: gloo between processes or machines, NCCL between GPUs. It is the
   only thing here that imports torch, and only when it is made.
 
@@ -16,6 +17,9 @@ Invariant: an array that is given is complete float32 rows; those of all ranks h
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -23,8 +27,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mainspring.base.errors import ConfigError, EngineError
+from mainspring.base.config import EXECUTE_TIMEOUT
+from mainspring.base.errors import ConfigError, EngineDeadError, EngineError, PeerGoneError
 from mainspring.kernels.ops import Floats
+
+PATIENCE = 1.25  # of all but the first rank, as a multiple
 
 
 class Collectives(Protocol):
@@ -53,10 +60,23 @@ class Collectives(Protocol):
 class PipeCollectives:
     """Over connections to other ranks. `group`: the ranks that share layers, this one among them."""
 
-    def __init__(self, rank: int, group: Sequence[int], links: Mapping[int, Connection]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        group: Sequence[int],
+        links: Mapping[int, Connection],
+        timeout_s: float | None = None,
+    ) -> None:
+        """timeout_s: of one that is silent; None: wait for ever."""
         self._rank = rank
         self._first, *self._others = sorted(group)
         self._links = links
+        self._timeout_s = timeout_s
+        if timeout_s is not None:
+            # The first waits for all others, and they for it alone: it is the first to know who is silent.
+            patience_s = timeout_s if rank == self._first else timeout_s * PATIENCE
+            for link in links.values():
+                _limit(link, patience_s)
 
     def all_reduce(self, x: Floats) -> None:
         if self._rank != self._first:
@@ -112,7 +132,7 @@ class PipeCollectives:
         try:
             self._links[rank].send_bytes(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
         except OSError as error:
-            raise _gone(rank, error) from error
+            raise self._lost(rank, error) from None
 
     def recv(self, x: Floats, rank: int) -> None:
         received = self._recv_bytes(rank)
@@ -134,15 +154,22 @@ class PipeCollectives:
         try:
             return self._links[rank].recv_bytes()
         except (EOFError, OSError) as error:
-            raise _gone(rank, error) from error
+            raise self._lost(rank, error) from None
+
+    def _lost(self, rank: int, error: Exception) -> EngineError:
+        if isinstance(error, BlockingIOError):  # as the system calls the end of a time limit
+            return EngineDeadError(
+                f"rank {rank} has been silent for {self._timeout_s:g} s ({EXECUTE_TIMEOUT})"
+            )
+        return PeerGoneError(f"rank {rank} is gone ({type(error).__name__})")
 
 
-class PeerGoneError(EngineError):
-    """Another rank has ended: it, not who raises this, knows the cause."""
-
-
-def _gone(rank: int, error: Exception) -> PeerGoneError:
-    return PeerGoneError(f"rank {rank} is gone ({type(error).__name__})")
+def _limit(link: Connection, timeout_s: float) -> None:
+    """Of the socket, not of this end's object: whoever reads or writes there gets `BlockingIOError`."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))  # a timeval
+    with socket.socket(fileno=os.dup(link.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 class TorchCollectives:

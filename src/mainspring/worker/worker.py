@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from mainspring.base.config import EngineConfig
+from mainspring.base.config import EngineConfig, execute_timeout_s
 from mainspring.base.errors import ConfigError, EngineError
 from mainspring.base.log import get_logger
 from mainspring.base.memory import free_memory_bytes
@@ -94,7 +94,7 @@ class Worker:
         self._expert_ranks: Collectives | None = None
         if (ranks := config.data_parallel) is not None:
             links = {rank: Connection(descriptor) for rank, descriptor in ranks.links.items()}
-            self._expert_ranks = PipeCollectives(ranks.rank, range(ranks.size), links)
+            self._expert_ranks = PipeCollectives(ranks.rank, range(ranks.size), links, execute_timeout_s())
             self._place = replace(place, expert_rank=ranks.rank, num_expert_ranks=ranks.size)
         # Outlives the model, as what others have sent does.
         self._stages = Stages(self._place, collectives) if self._place.pipeline_parallel_size > 1 else None
