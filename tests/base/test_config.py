@@ -191,6 +191,11 @@ def test_more_threads_than_cores_are_refused():
     assert decide(num_cpus=4, num_threads=4).num_threads == 4
     (line,) = refusals(num_cpus=4, num_threads=5)
     assert line.startswith("num_threads 5 must be at most 4, the cores")
+    assert decide(num_cpus=4, num_threads=2, pipeline_parallel_size=2).num_threads == 2
+    (line,) = refusals(num_cpus=4, num_threads=3, pipeline_parallel_size=2)
+    assert line.startswith("num_threads 3 must be at most 2, the cores that may be used by each of 2 workers")
+    (line,) = refusals(num_cpus=2, num_threads=2, tensor_parallel_size=3)
+    assert line.startswith("num_threads 2 must be at most 1, the cores that may be used by each of 3 workers")
     with pytest.raises(ConfigError, match="num_threads 100000 must be at most"):
         resolve(EngineArgs(num_threads=100_000), MODEL)  # the cores of this process
 
@@ -282,6 +287,10 @@ def test_expert_parallel_is_decided() -> None:
             },
             range(1, 3),
         ),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2},
+            range(2, 4),
+        ),
     ],
 )
 def test_the_engines_of_this_server(given, ranks):
@@ -294,8 +303,8 @@ def test_the_engines_of_this_server(given, ranks):
     ("given", "said"),
     [
         ({"data_parallel_external_lb": True}, "data_parallel_external_lb needs data_parallel_rank"),
-        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb needs data_parallel_size_local"),
-        ({"data_parallel_start_rank": 1}, "data_parallel_start_rank 1 comes with data_parallel_hybrid_lb"),
+        ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb, or a start rank, needs data_parallel_"),
+        ({"data_parallel_start_rank": 1}, "data_parallel_hybrid_lb, or a start rank, needs data_parallel_"),
         (
             {"data_parallel_size": 4, "data_parallel_size_local": 2},
             "data_parallel_size_local 2 must be 4 here",

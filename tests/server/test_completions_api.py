@@ -150,6 +150,9 @@ def test_beam_search():
         assert body["usage"]["completion_tokens"] == 3 * width
         ended = server.complete([104, 105], use_beam_search=True, n=3, max_tokens=4, length_penalty=0.5)
         assert len(ended.json["choices"]) == 3
+        body = {"prompt": prompt, **fields}
+        elsewhere = server.post("/v1/completions", body, **{"x-data-parallel-rank": "1"})
+        assert elsewhere.error["param"] == "data_parallel_rank"
         wait_until(lambda: is_idle(server))
 
 

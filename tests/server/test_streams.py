@@ -324,6 +324,7 @@ def test_steering():
             assert stream.result(PATIENCE_S).events[-1]["choices"][0]["finish_reason"] == "abort"
         assert server.post("/sleep", None).json == {"success": True}
         assert server.get("/is_sleeping").json == {"is_sleeping": True}
+        assert server.post("/wake_up?tags=weights&tags=weight", None).error["param"] == "tags"
         assert server.post("/wake_up", None).json == {"success": True}
         assert server.chat().status == 200
         info = server.get("/server_info").json

@@ -256,7 +256,7 @@ class EngineArgs:
         default=None, metadata={"help": "engines of this server; default: all"}
     )
     data_parallel_start_rank: int | None = field(
-        default=None, metadata={"help": "the first engine of this server; default: 0"}
+        default=None, metadata={"help": "the first engine of this server (hybrid); default: 0"}
     )
     enable_expert_parallel: bool = field(
         default=False,
@@ -273,11 +273,16 @@ class EngineArgs:
     disable_log_stats: bool = field(default=True, metadata={"help": "do not fill RequestOutput.metrics"})
 
     @property
+    def balances_some(self) -> bool:
+        """Hybrid balancing, which a start rank says too."""
+        return self.data_parallel_hybrid_lb or self.data_parallel_start_rank is not None
+
+    @property
     def local_ranks(self) -> range:
         """The data-parallel engines that run here, among all that there are."""
         if self.data_parallel_rank is not None:
             return range(self.data_parallel_rank, self.data_parallel_rank + 1)
-        if not self.data_parallel_hybrid_lb:
+        if not self.balances_some:
             return range(self.data_parallel_size)
         start, local = self.data_parallel_start_rank or 0, self.data_parallel_size_local
         return range(start, start + (1 if local is None else local))
@@ -397,6 +402,11 @@ class EngineConfig(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     collectives: str = "pipes"
     num_local_engines: int = 1  # that share this machine
     data_parallel: DataParallelRank | None = None  # where ranks step together
+    engine_rank: int | None = None  # among all data-parallel engines, where there are several
+
+    @property
+    def log_label(self) -> str:
+        return "" if self.engine_rank is None else f"engine {self.engine_rank}"
 
 
 def usable_cores() -> int:
@@ -518,10 +528,13 @@ def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
     for name, most in MOST.items():
         value = getattr(args, name)
         require(value is None or value <= most, f"{name} {value} is beyond any machine: {most} is the most")
+    workers = _num_local_workers(args)
+    most_threads = max(1, num_cpus // max(1, workers))
+    cores_of_each = f"the cores that may be used{f' by each of {workers} workers' if workers > 1 else ''}"
     require(
-        args.num_threads is None or args.num_threads <= num_cpus,
-        f"num_threads {args.num_threads} must be at most {num_cpus}, the cores that may be used: threads "
-        "that share a core wait for each other, and every step takes many times as long",
+        args.num_threads is None or args.num_threads <= most_threads,
+        f"num_threads {args.num_threads} must be at most {most_threads}, {cores_of_each}: threads that share "
+        "a core wait for each other, and every step takes many times as long",
     )
     require(
         0.0 <= args.shutdown_timeout <= MOST_SECONDS,
@@ -561,23 +574,20 @@ def _judge_balancing(args: EngineArgs, require: Callable[[bool, str], None]) -> 
     """Who chooses an engine for a request: this server among all (internal) or some of them (hybrid), or
     whoever stands before servers of one engine each (external)."""
     size, local, rank = args.data_parallel_size, args.data_parallel_size_local, args.data_parallel_rank
-    hybrid, start = args.data_parallel_hybrid_lb, args.data_parallel_start_rank
+    hybrid = args.balances_some
     require(
         rank is None or not hybrid,
-        f"data_parallel_rank {rank} is of a server with one engine, and data_parallel_hybrid_lb of one with "
-        "several; give one",
+        f"data_parallel_rank {rank} is of a server with one engine; data_parallel_hybrid_lb, and a start "
+        "rank, are of one with several: give one",
     )
     require(
         rank is not None or not args.data_parallel_external_lb,
         "data_parallel_external_lb needs data_parallel_rank, which of the engines this server runs",
     )
     require(
-        start is None or hybrid,
-        f"data_parallel_start_rank {start} comes with data_parallel_hybrid_lb, a server for each machine",
-    )
-    require(
         local is not None or not hybrid,
-        "data_parallel_hybrid_lb needs data_parallel_size_local, how many of the engines this server runs",
+        "data_parallel_hybrid_lb, or a start rank, needs data_parallel_size_local, how many of the engines "
+        "this server runs",
     )
     here = args.local_ranks
     require(
@@ -715,6 +725,7 @@ def resolve(args: EngineArgs, model: ModelFacts, num_cpus: int | None = None) ->
         enable_expert_parallel=args.enable_expert_parallel,
         collectives=args.collectives,
         num_local_engines=len(args.local_ranks),
+        engine_rank=args.local_ranks.start if args.data_parallel_size > 1 else None,
     )
 
 
@@ -725,9 +736,14 @@ def _executor(args: EngineArgs) -> str:
     return BACKENDS[args.distributed_executor_backend or ("mp" if several else "uni")]
 
 
+def _num_local_workers(args: EngineArgs) -> int:
+    """Of all engines of this server."""
+    return len(args.local_ranks) * args.tensor_parallel_size * args.pipeline_parallel_size
+
+
 def _threads_of_each(args: EngineArgs, num_cpus: int) -> int | None:
     """Of every worker's kernels; None: all cores are its own."""
-    num_workers = len(args.local_ranks) * args.tensor_parallel_size * args.pipeline_parallel_size
+    num_workers = _num_local_workers(args)
     if args.num_threads is not None or num_workers == 1:
         return args.num_threads
     return max(1, num_cpus // num_workers)

@@ -17,13 +17,15 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def set_up_logging(level: str | None = None) -> None:
-    """Send the package's records to standard error. Called by programs, never by an import."""
+def set_up_logging(level: str | None = None, label: str = "") -> None:
+    """Send the package's records to standard error. Called by programs, never by an import. label: which of
+    several processes says it."""
     chosen = (level or os.environ.get("MAINSPRING_LOG_LEVEL") or "warning").upper()
     root = logging.getLogger("mainspring")
     root.setLevel(chosen)
     if not root.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(FORMAT, datefmt="%m-%d %H:%M:%S"))
+        line = f"[{label}] {FORMAT}" if label else FORMAT
+        handler.setFormatter(logging.Formatter(line, datefmt="%m-%d %H:%M:%S"))
         root.addHandler(handler)
         root.propagate = False

@@ -88,8 +88,8 @@ class CoreGroup:
         links = make_links(len(configs)) if lockstep else []
         with ThreadPoolExecutor(len(configs), "mainspring-ranks") as threads:
             starting = [
-                threads.submit(_started, start, *_linked(config, rank, links), given_up, failures)
-                for rank, config in enumerate(configs)
+                threads.submit(_started, start, *_of_one(config, index, links), given_up, failures)
+                for index, config in enumerate(configs)
             ]
         close_links(links)
         self.processes = [future.result() for future in starting if future.exception() is None]
@@ -135,17 +135,16 @@ def _once(make: Callable[[], T]) -> Callable[[], T]:
     return get
 
 
-def _linked(config: ConfigSource, rank: int, links: list[dict[int, Link]]) -> tuple[ConfigSource, list[int]]:
-    """A rank's configuration with its links, and their descriptors; without links it stays as it is."""
-    if not links:
-        return config, []
-    descriptors = {other: link.descriptor for other, link in links[rank].items()}
-    ranks = DataParallelRank(rank=rank, size=len(links), links=descriptors)
+def _of_one(config: ConfigSource, index: int, links: list[dict[int, Link]]) -> tuple[ConfigSource, list[int]]:
+    """A rank's configuration, with its number and its links, and the descriptors of these."""
+    descriptors = {other: link.descriptor for other, link in links[index].items()} if links else {}
+    linked = DataParallelRank(rank=index, size=len(links), links=descriptors) if links else None
 
-    def with_links() -> EngineConfig:
-        return structs.replace(config() if callable(config) else config, data_parallel=ranks)
+    def own() -> EngineConfig:
+        common = config() if callable(config) else config
+        return structs.replace(common, engine_rank=(common.engine_rank or 0) + index, data_parallel=linked)
 
-    return with_links, list(descriptors.values())
+    return own, list(descriptors.values())
 
 
 def _started(

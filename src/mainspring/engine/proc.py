@@ -387,7 +387,7 @@ def _serve(lifeline: Lifeline, handshake: FileIO, directory: str) -> int:
     config = lifeline.read_config()
     if config is None:
         return 1
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.engine.log_label)
     try:
         try:
             run_engine_core(config, tell, lifeline, directory)

@@ -100,7 +100,12 @@ async def _grow(
     )
     given = {"prompt_token_ids": [*prompt.token_ids, *beam.token_ids]}
     async with await llm.add_request(
-        question.id, given, params, priority=question.priority, cache_salt=question.cache_salt
+        question.id,
+        given,
+        params,
+        priority=question.priority,
+        cache_salt=question.cache_salt,
+        data_parallel_rank=question.data_parallel_rank,
     ) as stream:
         output = await anext(stream)
     [answer] = output.outputs

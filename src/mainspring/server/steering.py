@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mainspring import __version__
-from mainspring.base.messages import PauseMode
+from mainspring.base.messages import SLEEP_TAGS, PauseMode
 from mainspring.server.errors import ApiError
 from mainspring.server.http import JSONReply
 from mainspring.server.prompts import needed
@@ -64,7 +64,10 @@ async def sleep(service: Service, request: Request) -> Response:
 
 
 async def wake_up(service: Service, request: Request) -> Response:
-    await service.llm.wake_up(request.query_params.getlist("tags") or None)
+    tags = request.query_params.getlist("tags")
+    if not set(tags) <= set(SLEEP_TAGS):
+        raise ApiError(400, f"tags must be of {', '.join(SLEEP_TAGS)}", "tags")
+    await service.llm.wake_up(tags or None)
     return JSONReply(Success(True))
 
 

@@ -34,7 +34,7 @@ import msgspec
 from mainspring.base.arrays import decode_array, encode_array
 from mainspring.base.config import EngineConfig
 from mainspring.base.errors import EngineError, innermost
-from mainspring.base.log import FORMAT, set_up_logging
+from mainspring.base.log import set_up_logging
 from mainspring.base.messages import (
     Command,
     GrammarOutput,
@@ -165,7 +165,7 @@ def _serve(orders: Connection, received: SimpleQueue[bytes | None]) -> None:
         return
     load = decode_order(first)
     assert isinstance(load, Load)
-    _set_up_logging(load)
+    set_up_logging(load.log_level, f"{load.config.log_label} worker {load.rank}".strip())
     _name_process(load.rank)
     make_worker = _maker(load.config)
     place = Place(
@@ -206,12 +206,6 @@ def _own(descriptor: int) -> Connection:
     """What was inherited goes no further: a copy elsewhere would hide our end from our peers."""
     os.set_inheritable(descriptor, False)
     return Connection(descriptor)
-
-
-def _set_up_logging(load: Load) -> None:
-    set_up_logging(load.log_level)
-    for handler in logging.getLogger("mainspring").handlers:
-        handler.setFormatter(logging.Formatter(f"[worker {load.rank}] {FORMAT}", datefmt="%m-%d %H:%M:%S"))
 
 
 def _name_process(rank: int) -> None:

@@ -62,9 +62,10 @@ def kv_pool_bytes(setting: int | None, free_bytes: int, num_sharing: int = 1) ->
         return _space_bytes(given)
     pool_bytes = min(MOST_KV_BYTES, int(free_bytes * KV_SHARE)) // num_sharing
     logger.info(
-        "KV cache: %.2f GiB, a quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
+        "KV cache: %.2f GiB, %sa quarter of the %.1f GiB of memory that are free, at most 4 GiB; "
         "kv_cache_memory_bytes sets it",
         pool_bytes / 2**30,
+        f"one of {num_sharing} equal shares of " if num_sharing > 1 else "",
         free_bytes / 2**30,
     )
     return pool_bytes
