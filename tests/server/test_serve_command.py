@@ -314,21 +314,46 @@ def test_a_server_from_beginning_to_end(smollm2):
         assert all(map(is_gone, children))
 
 
-def test_some_of_the_engines_of_several_servers(smollm2):
-    """Requests and metrics know them by their ranks among all."""
-    flags = ["-dp", "8", "--data-parallel-hybrid-lb", "-dpl", "2", "-dpr", "5", "--max-model-len", "128"]
-    with program(str(smollm2), *flags) as server:
+@pytest.mark.parametrize(
+    ("flags", "ranks", "labels"),
+    [
+        (["--data-parallel-hybrid-lb", "-dpl", "2", "-dpr", "5"], range(5, 7), ["engine 5", "engine 6"]),
+        (["--data-parallel-rank", "6", "-pp", "2"], range(6, 7), ["engine 6 worker 0", "engine 6 worker 1"]),
+    ],
+)
+def test_some_of_the_engines_of_several_servers(smollm2, flags, ranks, labels):
+    """Requests, metrics and the log know them by their ranks among all."""
+    with program(str(smollm2), "-dp", "8", *flags, "--max-model-len", "128") as server:
         server.wait_until_ready()
-        assert len(server.children()) == 2
-        for rank, status in (("4", 400), ("5", 200), ("6", 200), ("7", 400)):
+        assert len(server.children()) == len(ranks)
+        for rank in range(4, 8):
             body = {"messages": HELLO, "max_tokens": 2}
-            reply = server.post("/v1/chat/completions", body, **{"x-data-parallel-rank": rank})
-            assert reply.status == status
-        assert "data_parallel_rank 7 must be from 5 to 6" in reply.error["message"]
+            reply = server.post("/v1/chat/completions", body, **{"x-data-parallel-rank": str(rank)})
+            assert reply.status == (200 if rank in ranks else 400)
+        assert re.search("data_parallel_rank 7 must be (from 5 to 6|6: there is one)", reply.error["message"])
         page = server.get("/metrics").body.decode()
-        assert set(re.findall(r'num_requests_running{.*engine="(\d+)"', page)) == {"5", "6"}
+        engines = re.findall(r'num_requests_running{.*engine="(\d+)"', page)
+        assert {*map(int, engines)} == {*ranks}
         server.process.send_signal(signal.SIGTERM)
-        assert server.end()[0] == 0
+        status, said = server.end()
+        assert status == 0
+        pools = re.findall(r"\[(.+?)\] INFO .* KV cache: [\d.]+ GiB, one of 2 equal shares of", said)
+        assert sorted(pools) == labels
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["-tp", "2"], "tensor_parallel_size 2 does not divide this model"),
+        (["-pp", "31"], "pipeline_parallel_size 31 must be at most 30, the layers of the model"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_said_and_nothing_else(smollm2, flags, line):
+    with program(str(smollm2), *flags, "--quiet") as server:
+        status, said = server.end()
+    assert status == 2
+    assert said.startswith(f"mainspring: {line}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -89,9 +89,11 @@ def _serve(args: EngineArgs, settings: ServerSettings) -> int:
     _say(f"listening on {url}; the model is loading")
 
     async def open_engine() -> AsyncLLM:
-        for line in describe(args, settings, (await asyncio.to_thread(prepare, args)).config):
+        config = (await asyncio.to_thread(prepare, args)).config
+        llm = await AsyncLLM.launch(args)  # refuses what only the model's shape shows to be wrong
+        for line in describe(args, settings, config):
             _say(line)
-        return await AsyncLLM.launch(args)
+        return llm
 
     def when_ready() -> None:
         gc.collect()
