@@ -122,6 +122,33 @@ def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read_all(client, ask(client, 1)).assert_whole()
 
 
+@pytest.mark.parametrize("victim", [None, signal.SIGTERM, signal.SIGKILL])
+def test_one_that_is_dropped_is_collected(victim: signal.Signals | None) -> None:
+    """Twice in one program, and a rank may have ended before: the collector waits for no socket."""
+    program = f"""
+        import gc, os, sys
+        sys.path += {sys.path!r}
+        from process_tools import fake_config, request
+        from mainspring.engine.dp_client import CoreGroup
+        from mainspring.engine.sync_dp_client import SyncDPClient
+
+        for name in "ab":
+            client = SyncDPClient(CoreGroup.of_alike(fake_config, 2))
+            client.add_request(request(name, 200))
+            client.get_output()
+            if {victim and int(victim)}:
+                os.kill(client._client._clients[0].process.pid, {victim and int(victim)})
+            client.get_output()
+            del client
+            gc.collect()
+        print("ended")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+
+
 @pytest.mark.parametrize("make", ["SyncDPClient(group)", "None"])
 def test_a_program_that_forgets_them_ends_in_silence(make: str) -> None:
     """Nor is it a traceback where a group is closed by the interpreter's end, which lets nobody begin

@@ -417,6 +417,12 @@ class DPLBAsyncMPClient:
 
     async def shutdown(self) -> None:
         await asyncio.gather(*(client.shutdown() for client in self._clients))
+        self.close()
+
+    def close(self) -> None:
+        """`shutdown` at once, for cores whose processes have ended. Idempotent, also after a `shutdown`."""
+        for client in self._clients:
+            client.close()
         for reader in self._readers:
             reader.cancel()
         self._die("the engine was shut down")

@@ -213,12 +213,20 @@ class AsyncMPClient:
         if self._owns_process:
             await asyncio.to_thread(self.process.close)
         linger_s = 0.0 if self._owns_process or self._talk.cause_of_death else LINGER_S
-        self._talk.died("the engine was shut down")
-        self._watch.cancel()
-        self._end()
+        self._part()
         await asyncio.to_thread(self._sockets.close, linger_s)
         if isinstance(self.process, JoinedCore):
             self.process.close()
+
+    def close(self) -> None:
+        """`shutdown` at once, for a core whose process has ended. Idempotent, also after a `shutdown`."""
+        self._part()
+        self._sockets.close()
+
+    def _part(self) -> None:
+        self._talk.died("the engine was shut down")
+        self._watch.cancel()
+        self._end()
 
     def _send(self, frames: Frames) -> None:
         self._sockets.requests.send_multipart(frames)  # it always has room

@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -36,9 +36,11 @@ class SyncDPClient(EngineCoreClient):
         self._news: Future[EngineCoreOutputs] | None = None
         self._owner = os.getpid()
         self._loop, thread = _running_loop()
-        self._release = weakref.finalize(self, _end, self._loop, thread, group)
+        made: list[DPLBAsyncMPClient] = []
+        self._release = weakref.finalize(self, _end, self._loop, thread, group, made)
         try:
             self._client = self._begin(_made(group, routing, by_priority)).result()
+            made.append(self._client)
         except BaseException:
             self._release()
             raise
@@ -114,7 +116,21 @@ def _running_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     return loop, thread
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, group: CoreGroup) -> None:
+def _end(
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    group: CoreGroup,
+    made: Sequence[DPLBAsyncMPClient],
+) -> None:
+    """The cores first, then their client, and the loop at last: a socket that were left open would stop the
+    collector for ever, which waits for what it has still to send."""
     group.close()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    loop.call_soon_threadsafe(_close, loop, made)
+    if thread is not threading.current_thread():  # the collector may run there
+        thread.join()
+
+
+def _close(loop: asyncio.AbstractEventLoop, made: Sequence[DPLBAsyncMPClient]) -> None:
+    for client in made:
+        client.close()
+    loop.stop()
