@@ -181,6 +181,15 @@ def test_no_flag_of_vllm_is_a_stranger(word: str):
     assert refused is None or (refused.startswith(name) and "not supported yet" in refused)
 
 
+@pytest.mark.parametrize(("word", "flag"), [("-p", "-pp"), ("-t", "-tp"), ("-d", "-dp")])
+def test_the_beginning_of_a_short_flag_is_no_flag(word: str, flag: str):
+    """What means something else in llama.cpp must not become a number of processes."""
+    with pytest.raises(ConfigError, match=f"unknown flag {word};"):
+        serve._parser([]).read([word, "2"])
+    assert 2 in vars(serve._parser([]).read([flag, "2"])).values()
+    serve._parser([]).read(["-O3"])  # a flag and its value
+
+
 def test_how_much_is_logged(monkeypatch: pytest.MonkeyPatch):
     for name in LOG_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -159,7 +159,7 @@ async def test_the_journal_is_its_own() -> None:
     assert shared == []
 
 
-async def test_the_last_rank_s_end_is_the_end() -> None:
+async def test_the_last_rank_s_end_is_the_end(caplog: pytest.LogCaptureFixture) -> None:
     async with cores(step_s=0.01) as client:
         await client.add_request(request("r1", max_tokens=300))
         for other in client._clients:
@@ -168,6 +168,7 @@ async def test_the_last_rank_s_end_is_the_end() -> None:
             await collect(client, {"r1"})
         with pytest.raises(EngineDeadError):
             await client.add_request(request("r2"))
+    assert "no other is left" in caplog.text
 
 
 @pytest.mark.parametrize("shutdown_timeout_s", [0.0, 20.0])

@@ -49,6 +49,13 @@ class Parser(argparse.ArgumentParser):
         self.show_all = any(word.startswith(HELP_OF) for word in argv)
         self.hides_flags = False  # from the everyday help
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """argparse's guess at an unknown flag. It takes `-p` for `-pp`, whatever `allow_abbrev` says;
+        only a flag with its value behind it, as `-O3`, is one."""
+        return [
+            found for found in super()._get_option_tuples(option_string) if option_string.startswith(found[1])
+        ]
+
     def error(self, message: str) -> NoReturn:
         """`message` is argparse's; of a flag's forms the first will do."""
         raise ConfigError(re.sub(r"^(--[\w-]+)(/-[\w-]+)+:", r"\1:", message.removeprefix("argument ")))

@@ -356,6 +356,8 @@ class DPLBAsyncMPClient:
             await asyncio.gather(*(self._clients[rank].shutdown() for rank in sorted(self._alive)))
             self._alive.clear()
         if not self._alive:
+            if self._cause_of_death is None:
+                logger.error("rank %d has ended (%s); no other is left", engine, error)
             self._die(str(error))
             return []
         orphans = [live for live in self._live.values() if live.engine == engine]
