@@ -38,7 +38,8 @@ def as_bfloat16(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_weights_of_16_bits_compute_as_their_values(kind: str, kernels: str, tmp_path: Path) -> None:
     """Case B154: at far positions as at near ones, for no table of positions has 16 bits: the same tokens as
-    with the same numbers in 32 bits, and in numpy the same log-probabilities to the last bit."""
+    with the same numbers in 32 bits, and in numpy the same log-probabilities to the last bit. Native kernels
+    round activations otherwise for BF16 than for F32."""
     values = tiny_llama.weights()
     for name, value in values.items():
         bits = value.view(np.uint32)
@@ -56,7 +57,7 @@ def test_weights_of_16_bits_compute_as_their_values(kind: str, kernels: str, tmp
     for prompt_len in (5, 900):
         (tokens, logprob), expected = (tiny_llama.said(path, kernels, prompt_len) for path in (half, plain))
         assert tokens == expected[0]
-        assert logprob == (expected[1] if kernels == "numpy" else pytest.approx(expected[1], abs=0.02))
+        assert logprob == (expected[1] if kernels == "numpy" else pytest.approx(expected[1], abs=0.06))
 
 
 @pytest.mark.parametrize("tied", [True, False, None], ids=["tied", "untied", "silent"])

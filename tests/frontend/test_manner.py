@@ -51,13 +51,13 @@ def test_tags_that_texts_leave_out():
 
 
 def test_tools_and_choices():
-    assert judged_tools(None) == judged_tools(None, "auto") == ((), "none", None, True)
+    nothing = ((), "none", None, True)
+    assert judged_tools(None) == judged_tools([]) == judged_tools(None, "auto") == nothing
     assert judged_tools([F])[1:] == ("auto", None, True)
     use = judged_tools([F], {"type": "function", "function": {"name": "f"}}, False)
     assert (use.choice, use.name, use.parallel, use.is_forced) == ("named", "f", False, True)
     assert use.tool_choice == {"type": "function", "function": {"name": "f"}}
     for tools, choice, param in (
-        ([], None, "tools"),
         ({}, None, "tools"),
         ("f", None, "tools"),
         ([F] * 2000, None, "tools"),

@@ -196,8 +196,8 @@ def test_ids_in_ids_out(smollm2):
         params = SamplingParams(max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
         engine.add_request("a", [1, 2, 3], params)
         outputs = []
-        for _ in range(20):
-            outputs += engine.step() if engine.has_unfinished_requests() else []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
         assert len(outputs[0].outputs[0].token_ids) == 3
         with pytest.raises(ValueError, match="skip_tokenizer_init"):
             engine.add_request("b", "text", params)

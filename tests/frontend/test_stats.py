@@ -527,7 +527,7 @@ def test_each_of_several_engines_has_its_figures():
         SchedulerStats(num_running=2, num_preemptions=1),
         SchedulerStats(num_running=3, num_waiting=4, num_parked=5, kv_cache_usage=0.5, prefix_cache_hits=7),
     )
-    found = collect(FrontendStats(scheduler=total([first, second])), MetricsOptions("m", 100))
+    found = collect(FrontendStats(scheduler=total([first, second], num_alive=2)), MetricsOptions("m", 100))
     names = [name for name, _ in groupby(metric.name for metric in found)]
     assert len(names) == len(set(names))
 
