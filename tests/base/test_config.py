@@ -278,6 +278,7 @@ def test_expert_parallel_is_decided() -> None:
         ({"data_parallel_size": 3}, range(3)),
         ({"data_parallel_size": 3, "data_parallel_size_local": 3}, range(3)),
         ({"data_parallel_size": 3, "data_parallel_rank": 2, "data_parallel_external_lb": True}, range(2, 3)),
+        ({"tensor_parallel_size": 8, "data_parallel_size": 64, "data_parallel_rank": 63}, range(63, 64)),
         (
             {
                 "data_parallel_size": 4,

@@ -547,9 +547,9 @@ def _judge_alone(args: EngineArgs, num_cpus: int, wrong: list[str]) -> None:
     dp = args.data_parallel_size
     _judge_balancing(args, require)
     require(
-        tp * pp * dp <= MOST_PROCESSES or max(tp, pp, dp) > 64,
-        f"tensor_parallel_size {tp} x pipeline_parallel_size {pp} x data_parallel_size {dp} are "
-        f"{tp * pp * dp} processes; {MOST_PROCESSES} are the most",
+        workers <= MOST_PROCESSES or max(tp, pp, dp) > 64,
+        f"tensor_parallel_size {tp} x pipeline_parallel_size {pp} x data_parallel_size {dp} are {workers} "
+        f"processes here; {MOST_PROCESSES} are the most",
     )
     require(
         not args.enable_expert_parallel or tp * dp > 1,

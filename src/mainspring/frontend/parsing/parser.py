@@ -24,6 +24,7 @@ Rule 6. Reasoning comes first or not at all. What looks like a call inside it is
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
 from mainspring.frontend.parsing.events import Event, Reasoning
@@ -36,9 +37,16 @@ from mainspring.frontend.parsing.telling import Telling
 PIECE_CHARS = 2048  # some 3 ms of the costliest text, a nested list in Python
 
 
+BREATH_S = 1e-5
+
+
 def pieces_of(text: str) -> Iterator[str]:
-    """A text that came as a whole, in pieces between which other work can be done."""
-    return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+    """A text that came as a whole, in pieces between which this thread makes way: an event loop in another
+    waits for one piece, and not until the interpreter takes its turn to look."""
+    for at in range(0, len(text), PIECE_CHARS):
+        if at:
+            time.sleep(BREATH_S)
+        yield text[at : at + PIECE_CHARS]
 
 
 class AnswerParser:
