@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 
 from mainspring.base.outputs import CompletionOutput, RequestOutput
+from mainspring.frontend.chat_template import INVALID_JSON
 from mainspring.frontend.parsing.events import (
     CallArguments,
     CallBegins,
@@ -230,5 +231,5 @@ def _object(text: str) -> msgspec.Raw:
     try:
         msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        return msgspec.Raw(msgspec.json.encode({"INVALID_JSON": encoded.decode()}))
+        return msgspec.Raw(msgspec.json.encode({INVALID_JSON: encoded.decode()}))
     return msgspec.Raw(encoded)
